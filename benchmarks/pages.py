@@ -75,7 +75,7 @@ def readme_part(found: dict[str, Results], large: dict[str, Results]) -> str:
     run = found.get(MAIN)
     if run is None:
         return _NOTHING
-    machines = ", ".join(dict.fromkeys(machine(x.environment) for x in (run, *large.values())))
+    machines = "; GPT-2: ".join(dict.fromkeys(machine(x.environment) for x in (run, *large.values())))
     lines = headlines(run, large.values(), QUANTITY, (OURS[0], OURS[-1]), "torch.func")
     return f"A {words(QUANTITY)}, beside the forward and backward pass of the batch ({machines}):\n\n{lines}"
 

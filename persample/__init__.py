@@ -9,7 +9,7 @@ tensor([-1., -1.])
 from persample import clipping, losses, naive
 from persample.checkup import check
 from persample.composite import composite_grads
-from persample.curvature import Curvature, eigenbases
+from persample.curvature import Curvature, eigenbases, fisher_vector_product
 from persample.engines.compiled import clear_cache
 from persample.errors import (
     ArgumentError,
@@ -26,7 +26,6 @@ from persample.errors import (
     WrapperWarning,
 )
 from persample.explanation import explain
-from persample.fisher import fisher_vector_product
 from persample.inputs.params import set_grads
 from persample.per_sample import per_sample_grads
 from persample.reductions import (

@@ -101,14 +101,7 @@ def _refuse(allowed: bool) -> None:
 def attribute(example: Any, *names: str, otherwise: Any = None) -> Any:
     """Return a function that reads private attributes of an object, or what replaces it if torch no longer has them.
 
-    Args:
-        example: an object of the same class, or the class itself, that is asked whether the attributes exist.
-        *names: the attributes; of several the function returns a tuple.
-        otherwise: as of ``private``.
-
-    Examples:
-        >>> attribute(torch.Tensor, "ndim")(torch.zeros(2, 3))
-        2
+    ``example`` is an object of the class, or the class itself. Of several attributes the function returns a tuple.
     """
     owner = getattr(example, "__name__", type(example).__name__)
     for name in names:
@@ -379,10 +372,7 @@ _set_frame_strategy = private("torch._C._dynamo.eval_frame:set_code_exec_strateg
 
 
 def uncaptured(function: T) -> T:
-    """Mark a function as ``torch.compiler.disable`` does, without importing Dynamo.
-
-    A function of the caller's that is compiled calls it as it is: there is a graph break.
-    """
+    """Mark a function as ``torch.compiler.disable`` does, without importing Dynamo: compiled callers break there."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = _frame_actions.SKIP
     strategy = None if skip is None else _frame_strategy(skip, skip)
@@ -394,8 +384,7 @@ def uncaptured(function: T) -> T:
 def capture_settings(*, numbers_are_constants: bool = False) -> Any:
     """Return a context in which Dynamo captures recurrent layers, passes prints and logs over, and guards hooks.
 
-    Args:
-        numbers_are_constants: whether numbers and sizes that have changed are constants, too, rather than inputs.
+    With ``numbers_are_constants``, numbers and sizes that have changed are constants, too, rather than inputs.
     """
     numbers = {"automatic_dynamic_shapes": False, "specialize_float": True} if numbers_are_constants else {}
     logs = {x for name, x in vars(logging.Logger).items() if name.startswith(_LOGS)}  # libraries add to them
@@ -455,10 +444,7 @@ def guards_to_compare(guards: Sequence[Any]) -> list[bool]:
 
 
 def tensors_read(guards: Sequence[Any]) -> str:
-    """Return an expression of the tensors that guards compare: no trained parameters, of the arguments only the first.
-
-    Its locals are those of the captured function; ``G`` are its globals.
-    """
+    """Return an expression of the tensors that guards compare: no trained parameters, and only the first argument."""
     read = [guard for guard in guards if guard.guard_type == "TENSOR_MATCH" and not guard.value.requires_grad]
     names = [guard.name for guard in read if "___from_numpy(" not in guard.name]  # an array is no nested tensor
     names = [name for name in names if name.startswith("args[0]") or not name.startswith("args[")]
@@ -544,24 +530,13 @@ _LARGE_GRAPH = 1000  # nodes; a transformer of two layers has 1,200
 
 
 def compile_graph(
-    graph: Any,
-    mode: FakeTensorMode,
-    inputs: Sequence[Any],
-    *,
-    prefers_channels_last: bool,
-    calls_in_cpp: bool,
+    graph: Any, mode: FakeTensorMode, inputs: Sequence[Any], *, prefers_channels_last: bool, calls_in_cpp: bool
 ) -> Any:
     """Compile a functional graph of aten operations by Inductor, without the guards of ``torch.compile``.
 
-    Args:
-        graph: the graph module.
-        mode: the mode of the inputs, with a ``ShapeEnv``.
-        inputs: fake tensors like those that the code will be called with.
-        prefers_channels_last: whether convolutions may be laid out so, where Inductor would.
-        calls_in_cpp: whether the code that calls the kernels is C++, too, and not Python.
-
-    Returns:
-        A function from a list of tensors, which it empties, to the outputs.
+    ``inputs`` are fake tensors like those that the code will be called with, of a mode with a ``ShapeEnv``.
+    Convolutions may be laid out with ``prefers_channels_last`` where Inductor would. With ``calls_in_cpp`` the code
+    that calls the kernels is C++, too. Returns a function from a list of tensors, which it empties, to the outputs.
     """
     config, guards = private("torch._inductor.config"), private("torch._guards")
     settings = {
@@ -578,11 +553,7 @@ def compile_graph(
     if torch.__version__ < "2.14":  # which has two faults less
         settings |= {"_pre_fusion_custom_pass": _after_writes(), "_post_fusion_custom_pass": _without_shared_buffers()}
     tracing = guards.tracing(guards.TracingContext(mode))  # Inductor's cache on disk asks it for the symbolic sizes
-    with (
-        private("torch._inductor.virtualized:V").set_fake_mode(mode),
-        tracing,
-        config.patch(settings),
-    ):
+    with private("torch._inductor.virtualized:V").set_fake_mode(mode), tracing, config.patch(settings):
         private("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
         compiler = private("torch._inductor.compile_fx:compile_fx_inner")
         code = compiler(graph, list(inputs), is_inference=True, cpp_wrapper=calls_in_cpp)
@@ -683,12 +654,7 @@ def keep_strides(x: torch.Tensor) -> torch.Tensor:
 
 
 def symbolic_size(mode: FakeTensorMode, size: int) -> Any:
-    """Return a symbol for a size of inputs.
-
-    Args:
-        mode: the mode of the inputs, whose ``ShapeEnv`` keeps the symbol.
-        size: an example of the size.
-    """
+    """Return a symbol for a size of inputs, such as ``size``, which the ``ShapeEnv`` of their mode keeps."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext  # half a second
 
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])

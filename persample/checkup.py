@@ -65,7 +65,7 @@ class Check:
 
     def __repr__(self) -> str:
         """Return the findings, the notes and the tables."""
-        found = [f"! {x}" for x in self.findings] or ["Nothing was found: what runs agrees."]
+        found = [f"! {x}" for x in self.findings] or ["No problem found: the readings and engines that run agree."]
         head = ("engine", "keep_batch_dim", "first call, ms", "later, ms", "gradients")
         rows = [(x.engine, str(x.keep_batch_dim), _ms(x.first), _ms(x.later), x.result) for x in self.runs]
         tables = [table(head, rows)] if rows else []
@@ -277,7 +277,8 @@ class _Comparison:
             self._compare_whole(wholes)
         for keep in self.settings:
             if not any(bool(x.grads.nan_to_num().any()) for x in self._own[keep]):
-                self.findings.append(f"keep_batch_dim={keep}: the gradients of all samples are 0 or NaN.")
+                said = f"the gradients of all {len(self._own[keep])} samples read are 0 or NaN"
+                self.findings.append(f"keep_batch_dim={keep}: {said}.")
             elif keep in partly:
                 where = first_nan(self._own[keep][broken[keep][0]], self._parts)
                 said = f"loss or gradient of samples {broken[keep]} is NaN or infinite{where}"

@@ -11,7 +11,7 @@ SAY_RANDOMNESS = (
     "Pass randomness='different' (each sample its own) or 'same' (all samples the same), "
     "or put the module in eval mode."
 )
-STOP_STATISTICS = "Call .eval() on it, replace it by GroupNorm, or build it with track_running_stats=False."
+STOP_STATISTICS = "Call .eval() on it, or use GroupNorm; track_running_stats=False normalizes each sample by itself."
 
 
 class ArgumentError(ValueError):

@@ -20,18 +20,11 @@ from persample.utils.trees import Leaf, Tree, TreeSpec, unflatten
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The structure, names, shapes and dtypes of the parameters, which results like the parameters share.
+    """The structure, names, shapes and dtypes of the parameters, which results like the parameters share."""
 
-    Args:
-        structure: the tree of the parameters (of a module: a dict by name).
-        paths: one readable name per parameter, such as ``params['fc.weight']``.
-        shapes: the shape of one sample's gradient for each parameter.
-        dtypes: the dtype of each parameter.
-    """
-
-    structure: TreeSpec
-    paths: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
+    structure: TreeSpec  # the tree of the parameters (of a module: a dict by name)
+    paths: tuple[str, ...]  # one readable name per parameter, such as ``params['fc.weight']``
+    shapes: tuple[torch.Size, ...]  # the shape of one sample's gradient for each parameter
     dtypes: tuple[torch.dtype, ...]
 
     def tree(self, values: Sequence[Leaf]) -> Tree:
@@ -157,19 +150,12 @@ def weighted_sums(
     *,
     are_weights: bool = False,
 ) -> list[Tensor]:
-    """Return Σ cᵢ gᵢ of each parameter.
+    """Return Σ cᵢ gᵢ of each parameter, ``[*shape]``, real, accumulated in its dtype of ``dtypes``.
 
-    The coefficients of huge or tiny gradients may exceed float32. A NaN coefficient must make every element of the sum
-    NaN, but factors skip elements that are zero: a number that is added makes these NaN, too.
-
-    Args:
-        factors: the gradients of each parameter; those of coefficient 0 are finite.
-        coefficients: the cᵢ of each parameter, ``[B]`` float64 (``[B, K]`` of K outputs), or None for ones.
-        dtypes: the dtype of accumulation of each parameter.
-        are_weights: whether the coefficients are weights of the call, whose range was checked.
-
-    Returns:
-        One sum per parameter, ``[*shape]``, real.
+    The coefficients are ``[B]`` float64 (``[B, K]`` of K outputs), or None for ones; gradients of coefficient 0 are
+    finite. Coefficients of huge or tiny gradients may exceed float32, but not those that ``are_weights`` of the call. A
+    NaN coefficient must make every element of the sum NaN, but factors skip elements that are zero: a number that is
+    added makes these NaN, too.
     """
     given = list({id(x): x.flatten() for x in coefficients if x is not None}.values())  # usually one
     is_extreme = bool(given) and not are_weights and has_extreme(torch.cat(given) if len(given) > 1 else given[0])
@@ -199,10 +185,7 @@ def _representable(
 
 
 def squared_norms_per_factor(factors: Sequence[Factor]) -> list[Tensor]:
-    """Return ‖gᵢ‖² of each parameter: as ``Factor.squared_norms``, with one check of the magnitudes of all operands.
-
-    What several factors share, as layers with one input do, is read once.
-    """
+    """Return ‖gᵢ‖² of each parameter, with one check of all magnitudes; what factors share is read once."""
     operands = [factor.norm_operands for factor in factors]
     terms = [() if own else factor.term_operands for factor, own in zip(factors, operands, strict=True)]
     pairs = list(chain.from_iterable(terms))

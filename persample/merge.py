@@ -117,12 +117,7 @@ class Moments:
         return self
 
     def around(self, n: Tensor, total: Tensor) -> Moments:
-        """Return this leaf's part of merged moments: the common n and mean, and its own contribution to m2.
-
-        Args:
-            n: the total weight of all leaves.
-            total: the sum of n · mean of all leaves.
-        """
+        """Return this leaf's part of the moments of all, of weight n and sum ``total``: their n, their mean, its m2."""
         mean = torch.where(n > 0, total / n, 0)
         between = ((self.mean - mean).square() * self.n).sum_to_size(self.m2.shape)
         return Moments(n, mean, self.m2 + between, self.dtype)
@@ -209,8 +204,8 @@ def _check_shapes(one: Sequence[int], other: Sequence[int]) -> None:
     if tuple(one) != tuple(other):
         raise LossError(
             f"loss_fn: expected results of one shape for all samples, received shapes {list(one)} and {list(other)}. "
-            "Return as many outputs (outputs='rows'), and aux of the same shapes, from every sample, and use layers "
-            "as often (TermNorm())."
+            "For every sample return the same number of outputs (outputs='rows') and aux of the same shapes, and use "
+            "layers as often (TermNorm())."
         )
 
 

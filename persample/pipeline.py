@@ -78,17 +78,10 @@ def owned(result: object, inputs: Sequence[Tensor]) -> Tree:
 
 
 def write_into(out: object, result: object) -> Tree:
-    """Write a result into the storage of a previous one.
+    """Write a result into the storage of a previous one, and return that.
 
-    Args:
-        out: a previous result, of the same structure, shapes, dtypes and devices.
-        result: the new result; ``Stacked`` rows are written straight into ``out`` if they fit.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        ArgumentError: if ``out`` does not fit; then nothing is written.
+    ``out`` has the same structure, shapes, dtypes and devices; else it is an ``ArgumentError``, and nothing is written.
+    ``Stacked`` rows are written straight into ``out`` if they fit.
     """
     leaves, structure = trees.flatten(result)
     targets = trees.leaves_like(out, structure)

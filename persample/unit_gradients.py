@@ -32,12 +32,9 @@ _OF_SAMPLES = frozenset[str]({Op.term_norms, Op.kronecker})  # those that engine
 def of_units(
     chunk: Call, engine: Callable[[Call, frozenset[str]], Gradients], ops: frozenset[str]
 ) -> Iterator[Gradients]:
-    """Yield the gradients of the units of a chunk, of units of similar sizes at a time.
+    """Yield the gradients of the units of a chunk of whole units, of units of similar sizes at a time.
 
-    Args:
-        chunk: samples of whole units.
-        engine: computes the gradients of samples.
-        ops: the operations that reductions call.
+    ``engine`` computes the gradients of samples; ``ops`` are the operations that reductions call.
     """
     units, plan, of_samples = chunk.units or Units(1), chunk.plan(ops), _FACTORS | (ops & _OF_SAMPLES)
     samples = replace(chunk, units=None)

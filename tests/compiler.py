@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from persample.engines.compiled import capture, kernels, program
+from persample.engines.compiled import capture, programs
 
 lowering = importlib.import_module("persample.engines.compiled.lower")
 
@@ -30,7 +30,7 @@ def lowered(monkeypatch):
         graphs.append(flat)
         return lambda tensors: flat.forward(*tensors)
 
-    monkeypatch.setattr(program, "lower", lower)
+    monkeypatch.setattr(programs, "lower", lower)
     return graphs
 
 
@@ -44,7 +44,7 @@ def failing_after_the_run(monkeypatch, message):
 
         return run
 
-    monkeypatch.setattr(program, "lower", lower)
+    monkeypatch.setattr(programs, "lower", lower)
 
 
 def wrong_code(monkeypatch, operation, factor=1.001):
@@ -61,7 +61,7 @@ def wrong_code(monkeypatch, operation, factor=1.001):
 def without_corrections(monkeypatch):
     """Leave to Inductor also the operations that torch's kernels compute because its code is wrong."""
     monkeypatch.setattr(lowering, "with_torch_kernels", dict)
-    monkeypatch.setattr(kernels, "_LEFT_TO_TORCH", {})
+    monkeypatch.setattr(lowering, "_LEFT_TO_TORCH", {})
 
 
 def calls_in_cpp(monkeypatch):

@@ -6,12 +6,7 @@ _EXTRAS = ("typer", "rich", "matplotlib", "PIL", "gymnasium")
 
 
 def main() -> None:
-    """Run the command line, or report a missing extra in one line.
-
-    Raises:
-        SystemExit: always; with code 2 if an extra is missing.
-        ImportError: if another module cannot be imported.
-    """
+    """Run the command line, or report a missing extra in one line."""
     try:
         from persample.cli.app import app
     except ImportError as error:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from persample import ClippedMean, Mean, Norm, naive, per_sample_grads, rl
-from persample.cli.figures import save_comparison
-from persample.cli.output import console, writable
+from persample.cli.output import console, save_comparison, writable
 from persample.inputs import Engine
 from persample.losses import discounted_returns, reinforce_loss, td_loss
 from persample.rl.policies import count_actions, mlp
@@ -175,12 +174,7 @@ def measured(case: Case, engine: Engine, rounds: int) -> Comparison:
 
 
 def relative_difference(actual: Params, expected: Params) -> float:
-    """Return max over parameters of max|a − b| / max|b|: 0 if both are zero, ∞ if only b is, NaN if any entry is.
-
-    Examples:
-        >>> relative_difference({"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0, 4.0])})
-        0.25
-    """
+    """Return max over parameters of max|a − b| / max|b|: 0 if both are zero, ∞ if only b is, NaN if any entry is."""
     differences = torch.stack([(actual[name] - value).abs().max() for name, value in expected.items()])
     scales = torch.stack([value.abs().max() for value in expected.values()])
     return torch.where(differences == 0, 0, differences.double() / scales).max().item()

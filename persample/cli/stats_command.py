@@ -19,8 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from persample import Loss, NoiseScale, Norm, Project, UnitIds, accumulate
-from persample.cli.figures import save_statistics
-from persample.cli.output import console, writable
+from persample.cli.output import console, save_statistics, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.inputs.units import has_ids

@@ -22,8 +22,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from persample.cli.figures import save_curve
-from persample.cli.output import console, spelled, writable
+from persample.cli.output import console, save_curve, spelled, writable
 from persample.errors import ArgumentError
 from persample.inputs import Engine
 from persample.rl.algorithms import NPG, TD0, Algorithm, Reinforce

@@ -94,15 +94,10 @@ def guarded(fn: Callable[..., Tree], rule: str) -> Callable[..., Tree]:
 
 @dataclass(frozen=True)
 class BufferUpdate:
-    """The value of one buffer after chunks that each started from its value before the call.
+    """The value of one buffer after chunks that each started from its value before the call."""
 
-    Args:
-        weight: the number of samples of the chunks.
-        value: of a floating buffer the mean over these samples, of any other the value after the last chunk.
-    """
-
-    weight: int
-    value: Tensor
+    weight: int  # the number of samples of the chunks
+    value: Tensor  # of a floating buffer the mean over these samples, of any other the value after the last chunk
 
     def merge(self, other: BufferUpdate) -> BufferUpdate:
         """Return the update of the chunks of both."""
@@ -151,19 +146,12 @@ def _buffers(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Encoder:
-    """One encoder f and its samples.
+    """One encoder f and its samples."""
 
-    Args:
-        call: f (``call.loss.returned`` returns z), its parameters, and the samples x₁ … xₙ.
-        chunk_size: how many samples are encoded at a time, or None for all.
-        mode: "eager" (vmap), "loop" (one sample at a time), or "batched" (f takes chunks).
-        batch_norm: "refuse", "chunk" or "full".
-    """
-
-    call: Call
-    chunk_size: int | None
-    mode: str
-    batch_norm: str
+    call: Call  # f (``call.loss.returned`` returns z), its parameters, and the samples x₁ … xₙ
+    chunk_size: int | None  # how many samples are encoded at a time, or None for all
+    mode: str  # "eager" (vmap), "loop" (one sample at a time), or "batched" (f takes chunks)
+    batch_norm: str  # "refuse", "chunk" or "full"
 
     @property
     def is_one_plain_chunk(self) -> bool:

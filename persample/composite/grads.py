@@ -1,28 +1,159 @@
-"""``composite_grads``: the gradient of a loss that couples samples."""
+"""``composite_grads``: the gradient of a loss that couples samples, by gradient caching.
+
+It encodes without a graph, differentiates the loss L = g(z), and back-propagates dL/dz by chunks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
-from persample import inputs
+from persample import inputs, naive
 from persample._torch import uncaptured
+from persample.composite import first_pass, second_pass
 from persample.composite.encoders import CHOOSE, RULES, BufferRecorder, Encoder, build_encoders
-from persample.composite.gradient_caching import LossHead, build_loss_head, loss_and_gradients
-from persample.errors import ArgumentError
+from persample.composite.second_pass import encode_with_graph
+from persample.errors import ArgumentError, LossError
 from persample.inputs import check_outside
 from persample.inputs.call import SampleLoss
 from persample.inputs.modules import ParamTree
 from persample.inputs.params import add_grads
+from persample.merge import merge_all
 from persample.pipeline import owned
-from persample.processes import Processes, check_group
+from persample.processes import Processes, check_group, merged, own_rows
 from persample.reductions import Aux, Loss, Reduce, Reduction, Sum
 from persample.reductions.base import Reductions, SumOverSamples, described
-from persample.utils import trees
+from persample.utils import rng, trees
 from persample.utils.isolation import isolated
-from persample.utils.trees import Tree
+from persample.utils.tracing import inside
+from persample.utils.trees import Leaf, Tree
+from persample.vmap_rules.effects import guarded
+
+
+@dataclass(frozen=True)
+class LossHead:
+    """g with its own parameters."""
+
+    loss_fn: Callable[..., Tree]  # from (loss_params, z), or from z alone, to L
+    params: ParamTree | None  # the flattened parameters of g; None if it has none
+    container: trees.TreeSpec  # the structure of the encoders' container, which is that of their z, too
+
+    def differentiate(self, z: Sequence[Leaf]) -> tuple[Tensor, Tree, list[list[Tensor | None]]]:
+        """Compute L and its derivatives from z of all samples, one tree per encoder.
+
+        Returns the detached loss, the gradients of the loss parameters (a tree like them; None without), and for each
+        encoder dL/dz, one per leaf of z, None where L does not depend on it.
+        """
+        leaves, structure = trees.flatten(trees.unflatten(list(z), self.container))
+        own = list(self.params.tensors) if self.params else []
+        places = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+
+        def value(tensors: Sequence[Tensor]) -> tuple[Tensor, Tree]:
+            placed = dict(zip(places, tensors[len(own) :], strict=True))
+            filled = trees.unflatten([placed.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+            return _checked(self._call(tensors[: len(own)], filled)), ()
+
+        inputs = [*own, *(leaves[i] for i in places)]
+        differentiate = partial(naive.value_and_grad, value, inputs)
+        loss, _, grads = self.params.unchanged(differentiate) if self.params else differentiate()
+        by_place = dict(zip(places, grads[len(own) :], strict=True))
+        if all(grad is None for grad in by_place.values()):
+            raise LossError(
+                "loss_fn: expected a loss that depends on z, received one that depends on none of it (it is detached, "
+                "not used, or holds no floating tensor). Compute the loss from the z it is given."
+            )
+        filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(own, grads, strict=False)]
+        tree = trees.unflatten(filled, self.params.result) if self.params else None
+        cotangents = (by_place.get(i) for i in range(len(leaves)))
+        return loss, tree, [list(islice(cotangents, len(trees.flatten(of_one)[0]))) for of_one in z]
+
+    def _call(self, own: Sequence[Tensor], z: object) -> Tree:
+        with inside("loss_fn", self.params):
+            loss_fn = guarded(self.loss_fn)
+            return loss_fn(z) if self.params is None else self.params.call(own, loss_fn, (z,))
+
+
+def build_loss_head(loss_fn: object, loss_params: object, container: trees.TreeSpec) -> LossHead:
+    """Return the loss and its parameters; reject anything but a function and floating parameters."""
+    if not callable(loss_fn):
+        fix = "Pass a function of z, or of (loss_params, z)."
+        raise ArgumentError.about("loss_fn", expected="a function", received=type(loss_fn).__name__, fix=fix)
+    params = None if loss_params is None else inputs.check_params(loss_params, name="loss_params")
+    return LossHead(loss_fn, params, container)
+
+
+def _checked(loss: object) -> Tensor:
+    if isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point():
+        return loss
+    received = f"shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"loss_fn: expected to return one real scalar tensor for all samples, received {received}. Reduce it, for "
+        "example with .mean(), and return nothing beside it."
+    )
+
+
+# From dL/dz, one per leaf of z, to the leaves of every reduction and whether z depends on any parameter.
+Pullback: TypeAlias = Callable[[Sequence[Tensor | None]], Tree]
+_NOT_CONNECTED = (
+    "encode_fn: expected z that depends on params, received z that depends on none of them. Likely causes: it uses a "
+    "module or tensors it closed over instead of the params it is given, every path is detached, or the parameters "
+    "sit in a module hidden in a plain Python list (use nn.ModuleList). Compute z from the first argument."
+)
+
+
+def loss_and_gradients(
+    encoders: Sequence[Encoder],
+    head: LossHead,
+    reductions: Reductions,
+    recorder: BufferRecorder | None,
+    processes: Processes,
+) -> tuple[Tensor, Tree, list[Leaf]]:
+    """Compute L = g(z), the gradients of g's own parameters, and the reductions of the samples' contributions."""
+    sizes = [*zip(*processes.gather_objects([encoder.call.size for encoder in encoders]), strict=True)]  # by rank
+    inputs.check_averages(reductions.reductions, None, sum(map(sum, sizes)))
+    encoded, pullbacks = zip(*(vjp(encoder, reductions, recorder, processes) for encoder in encoders), strict=True)
+    z = [processes.gather_rows(*pair) for pair in zip(encoded, sizes, strict=True)]
+    loss, loss_grads, cotangents = processes.together(lambda: _differentiated(head, z, processes))
+    after = rng.Streams.now()
+    try:
+        own = (own_rows(*pair, processes.rank) for pair in zip(cotangents, sizes, strict=True))
+        lifted = merge_all(pullback(rows) for pullback, rows in zip(pullbacks, own, strict=True))
+        leaves, connected = merged(lifted, processes)
+    finally:
+        after.go_back()
+    if not connected.value and any(map(sum, sizes)):
+        raise LossError(_NOT_CONNECTED)
+    return loss, loss_grads, leaves
+
+
+def vjp(
+    encoder: Encoder, reductions: Reductions, recorder: BufferRecorder | None, processes: Processes
+) -> tuple[Tree, Pullback]:
+    """Encode all samples; return z and the function that back-propagates dL/dz (vector-Jacobian products)."""
+    if encoder.is_one_plain_chunk:
+        z, back_propagate = processes.together(lambda: encode_with_graph(encoder.call))
+        return z, lambda cotangents: processes.together(lambda: reductions.lift(back_propagate(cotangents)))
+    first = first_pass.encode(encoder, recorder, processes)
+    return first.z, lambda cotangents: second_pass.back_propagate(encoder, first, cotangents, reductions, processes)
+
+
+def _differentiated(
+    head: LossHead, z: Sequence[Leaf], processes: Processes
+) -> tuple[Tensor, Tree, list[list[Tensor | None]]]:
+    before = None if processes.group is None else rng.snapshot()
+    result = head.differentiate(z)
+    if before is not None and rng.moved_since(before):
+        raise LossError(
+            "loss_fn drew random numbers: every process of the group would compute another loss. Draw them before, "
+            "alike on every process, and let loss_fn close over them."
+        )
+    return result
 
 
 @uncaptured
@@ -114,11 +245,7 @@ def composite_grads(
 
     def normalized() -> tuple[list[Reduction], trees.TreeSpec, list[Encoder], LossHead]:
         check_options(
-            engine=engine,
-            chunk_size=chunk_size,
-            batch_norm=batch_norm,
-            batched=batched,
-            keep_batch_dim=keep_batch_dim,
+            engine=engine, chunk_size=chunk_size, batch_norm=batch_norm, batched=batched, keep_batch_dim=keep_batch_dim
         )
         requested, structure = check_reductions(reduce, batched=batched, batch_norm=batch_norm, accumulate=accumulate)
         encoders, container = build_encoders(

@@ -16,8 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from persample import naive
 from persample.composite.encoders import Encoder
-from persample.composite.first_pass import FirstPass, compact, encode_chunk
-from persample.composite.full_batch import Statistics, normalized, solve_adjoint
+from persample.composite.first_pass import FirstPass, Statistics, compact, encode_chunk, normalized, solve_adjoint
 from persample.engines.diagnosis import diagnosed, unwritten
 from persample.engines.fallback import answered
 from persample.engines.uncompiled import ENGINES
@@ -88,10 +87,7 @@ _FIX = (
 
 
 def tolerance(encoder: Encoder, z: object) -> float:
-    """Return √eps of the coarsest format among parameters, z and autocast.
-
-    Another dropout mask changes z by much more. Kernels that differ with and without a graph change z by a few eps.
-    """
+    """Return √eps of the coarsest format: another dropout mask changes z by much more, other kernels by a few eps."""
     leaves = trees.flatten(z)[0]
     dtypes = [*encoder.call.loss.spec.dtypes, *(leaf.dtype for leaf in leaves)]
     dtypes += [torch.get_autocast_dtype(x.device.type) for x in leaves if is_autocast(x.device)]
@@ -199,13 +195,8 @@ def back_propagate(
 def contributions(call: Call, first: FirstPass, cotangents: Sequence[Tensor | None], replay: Replay) -> Call:
     """Return the call whose sample i has the loss ⟨f(xᵢ), dL/dzᵢ⟩, and the leaves of f(xᵢ) as aux.
 
-    The leaves of its batch are those of the samples, dL/dz, z of the first pass, and the statistics.
-
-    Args:
-        call: the encoder f and its samples.
-        first: the result of the first pass; where it has statistics, their contributions to L are added.
-        cotangents: dL/dz, one per leaf of z; None where L does not depend on it.
-        replay: records where each forward pass ends.
+    The leaves of its batch are those of the samples, dL/dz (None where L does not depend on it), z of the first pass,
+    and the statistics, whose contributions to L are added. ``replay`` records where each forward pass ends.
     """
     f, z = call.loss, trees.flatten(first.z)[0]
     used = [cotangent is not None for cotangent in cotangents]

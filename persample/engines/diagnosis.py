@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import transforms, version
-from persample.errors import (
-    SAY_RANDOMNESS,
-    STOP_STATISTICS,
-    ArgumentError,
-    LossError,
-    TorchVersionError,
-)
+from persample.errors import SAY_RANDOMNESS, STOP_STATISTICS, ArgumentError, LossError, TorchVersionError
 from persample.inputs.call import Call, SampleLoss
 from persample.inputs.params import NORMS
 from persample.utils import rng, trees
@@ -139,19 +133,12 @@ class WritesError(LossError):
     """The loss writes what differs between samples into a tensor that all samples share, perhaps one that it made."""
 
 
-_KINDS = {
-    _DIFFERENTIATES: DifferentiatesError,
-    _CHECKPOINTS: CheckpointsError,
-    _WRITES: WritesError,
-}
+_KINDS = {_DIFFERENTIATES: DifferentiatesError, _CHECKPOINTS: CheckpointsError, _WRITES: WritesError}
 
 
 @contextmanager
 def diagnosed(call: Call, *, batched: bool) -> Iterator[None]:
-    """Explain torch's errors inside the loss: which line, what it did, what to do instead.
-
-    An error whose cause is not known passes.
-    """
+    """Explain torch's errors inside the loss, where the cause is known: which line, what it did, what to do instead."""
     handled = sys.exc_info()[1]
     try:
         yield
@@ -245,10 +232,9 @@ def _runs_with_axis(call: Call, index: int) -> bool:
 
 def _tree(call: Call, said: str) -> str:
     """Return that params or batch is a tree, where a loss took it for a module or for one tensor."""
-    if (
-        re.fullmatch(r"'(list|tuple|dict|collections\.OrderedDict)' object is not callable", said)
-        and not call.loss.params.parts
-    ):
+    if re.fullmatch(r"'(Tensor|list|tuple|dict|collections\.OrderedDict)' object is not callable", said):
+        if call.loss.params.parts:
+            return "\nparams come first in the call of a loss, as in loss_fn(model, x, y)."
         fix = "Pass the module itself, or dict(model.named_parameters()) with torch.func.functional_call."
         return f"\nparams is a tree of tensors, not a module. {fix}"
     found = re.fullmatch(r"'dict' object has no attribute '(\w+)'", said)

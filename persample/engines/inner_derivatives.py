@@ -29,14 +29,9 @@ from persample.vmap_rules.levels import Args, Function, Options
 
 
 def gradients(call: Call) -> Gradients:
-    """Compute the gradients of all samples at once, written out.
+    """Compute the gradients of all samples of a chunk, not empty, at once, outside of all transforms, written out.
 
-    Args:
-        call: the chunk, not empty, outside of all transforms.
-
-    Raises:
-        RuntimeError: if the loss differentiates what samples share, or by what is no output of autograd.
-        NotConnectedError: if the loss depends on no parameter.
+    A ``RuntimeError`` if the loss differentiates what samples share, or by what is no output of autograd.
     """
     load_decompositions()
     pairs = zip(call.params, call.params_batched, strict=True)

@@ -52,10 +52,7 @@ class Step(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A loss, its gradients as one vector, the steps on the way, and whether it draws random numbers, or drops some.
-
-    Of K outputs, the gradients are ``[K, P]``.
-    """
+    """A loss, its gradients (a vector, or ``[K, P]``), the steps, whether it draws random numbers, or drops some."""
 
     loss: Tensor
     grads: Tensor
@@ -172,8 +169,8 @@ def first_nan(reading: Reading, parts: Mapping[str, nn.Module]) -> str:
 
 def _consists_of(x: Tensor, rows: Sequence[Tensor]) -> bool:
     """Return whether a result of several samples is made of those of each: their rows, mean or sum, or the same."""
-    if len({row.shape for row in rows}) > 1:
-        return True  # lengths that depend on values cannot be compared
+    if x.dtype == torch.bool or len({row.shape for row in rows}) > 1:
+        return True  # what is made of comparisons differs, too; lengths that depend on values cannot be compared
     wide = torch.stack([row.to(torch.complex128) for row in rows])
     return any(_alike(x, way) for way in (wide, wide.mean(0), wide.sum(0)))
 

@@ -37,10 +37,7 @@ _CHECKPOINTS = "gradient_checkpointing"  # the attribute by which modules of tra
 
 
 def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
-    """Compute the gradients of all samples at once.
-
-    ``engines/layers`` computes losses made of layers, which need one transform instead of two.
-    """
+    """Compute the gradients of all samples at once, by ``engines/layers`` where the loss is made of layers."""
     return factored(call, required_ops)[0]
 
 
@@ -268,8 +265,8 @@ def _stacked_losses(losses: Sequence[Tensor]) -> Tensor:
     sizes = sorted({len(loss) for loss in losses if loss.ndim})
     if len(sizes) > 1:
         raise LossError(
-            f"loss_fn: expected as many outputs from every sample (outputs='rows'), received {sizes}. Return vectors "
-            "of one length, padded with zeros."
+            f"loss_fn: expected the same number of outputs for every sample (outputs='rows'), received {sizes}. Return "
+            "vectors of one length, padded with zeros."
         )
     return torch.stack(list(losses))
 
@@ -309,10 +306,7 @@ def empty(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 
 def of_fake_sample(function: Callable[[Sequence[Tensor], Sequence[object]], T], call: Call) -> T:
-    """Call a function with the parameters and the leaves of a made-up sample.
-
-    Tensors of the result may be fake: only their shapes, dtypes and devices are meaningful.
-    """
+    """Call a function with a made-up sample; of tensors of the result, only shape, dtype and device are meaningful."""
     params = _one(call.params, call.params_batched)
     if not transforms():  # under which torch refuses to make leaves
         params = [param.requires_grad_() for param in params]

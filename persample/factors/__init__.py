@@ -7,16 +7,3 @@ from persample.factors.factor import Dense, Factor, concatenate
 from persample.factors.outer import Outer
 from persample.factors.sum import SumFactor, sum_factors
 from persample.factors.term_moments import TermMoments
-
-__all__ = [
-    "Conv",
-    "Dense",
-    "Embedding",
-    "Factor",
-    "Op",
-    "Outer",
-    "SumFactor",
-    "TermMoments",
-    "concatenate",
-    "sum_factors",
-]

@@ -39,10 +39,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
 def by_output(products: Tensor, block: tuple[int, int, int], sides: tuple[int, int]) -> Tensor:
     """Return ``[n, K, G, o, i]`` from ``[n, G, Kₗ, o, Kᵣ, i]``, some axes of which may be merged.
 
-    Args:
-        products: the products of operands that hold all of K outputs.
-        block: G, o and i.
-        sides: Kₗ and Kᵣ: the outputs are those of one of the operands.
+    ``block`` is G, o and i, ``sides`` are Kₗ and Kᵣ: the outputs are those of one of the operands.
     """
     (groups, rows, columns), (left, right) = block, sides
     return products.reshape(-1, groups, left, rows, right, columns).movedim((2, 4), (1, 2)).flatten(1, 2)
@@ -172,12 +169,9 @@ _SMALL = 2**19
 
 
 def squared_norms_of_sums(pairs: Sequence[Pair]) -> list[Tensor]:
-    """Return ‖Σₜ lₜ rₜᵀ‖² of each pair, summed over groups, ``[B]`` float64.
+    """Return ‖Σₜ lₜ rₜᵀ‖², summed over groups, ``[B]`` float64, of pairs ``[B, G, T, o]`` and ``[B, G, T, i]``.
 
     Inner products of operands that pairs share, as layers with one input do, are computed once.
-
-    Args:
-        pairs: signals ``[B, G, T, o]`` and inputs ``[B, G, T, i]``.
     """
     keys = [tuple(map(memory_of_rows, pair)) for pair in pairs]
     operands = _by_key(pairs, keys).values()
@@ -216,10 +210,7 @@ def _needs_float64(x: Tensor) -> bool:
 
 
 def _are_small(operands: Iterable[Tensor]) -> bool:
-    """Return whether all inner products take less time in float64 than the checks of those in float32.
-
-    That depends on the number of samples, which a program for any number does not know.
-    """
+    """Return whether float64 takes less time than the checks of float32; a program for any size does not know."""
     return not cost_model.is_for_any_size() and sum(x.numel() * x.shape[2] for x in operands) < _SMALL
 
 

@@ -27,28 +27,19 @@ class Conv(Factor):
 
     A transposed convolution is the same with signals and inputs exchanged.
 
-    Args:
-        signals: back-propagated signals, ``[B, N, O, *out]``; of K outputs ``[B, K, N, O, *out]``.
-        inputs: ``[B, N, C, *in]``; of K outputs, which share them, ``[B, 1, N, C, *in]``.
-        kernel_shape: ``[O, C/groups, *k]``.
-        stride: one number per spatial axis.
-        padding: zeros on both sides, one number per spatial axis.
-        dilation: one number per spatial axis.
-        groups: the number of groups of channels.
-
     Examples:
         >>> signals, inputs = torch.ones(2, 1, 1, 3), torch.ones(2, 1, 1, 4)
         >>> Conv(signals, inputs, (1, 1, 2), (1,), (0,), (1,), 1).materialize()[0]
         tensor([[[3., 3.]]])
     """
 
-    signals: Tensor
-    inputs: Tensor
-    kernel_shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    signals: Tensor  # back-propagated signals, ``[B, N, O, *out]``; of K outputs ``[B, K, N, O, *out]``
+    inputs: Tensor  # ``[B, N, C, *in]``; of K outputs, which share them, ``[B, 1, N, C, *in]``
+    kernel_shape: tuple[int, ...]  # ``[O, C/groups, *k]``
+    stride: tuple[int, ...]  # one number per spatial axis
+    padding: tuple[int, ...]  # zeros on both sides, one number per spatial axis
+    dilation: tuple[int, ...]  # one number per spatial axis
+    groups: int  # the number of groups of channels
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,7 +128,6 @@ class Conv(Factor):
         return Outer(left, right, self.kernel_shape, self.dtype, outputs=self.outputs)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         if self.signals.device.type != "cpu":  # cuDNN computes many groups one after the other
             return self.patches().materialize(out)
         grads = self._restored(kernel_grads(*self._operands, self._kernel, self._geometry))
@@ -148,7 +138,6 @@ class Conv(Factor):
         return self.patches().scale_rows(scale)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖², ``[B]`` float64."""
         if not self._squares_by_inner_products:
             return super().squared_norms()
         if self.outputs and (self._multiplies_pixels or self.inputs.shape[1] > 1):  # not the patches of K at once
@@ -202,7 +191,6 @@ class Conv(Factor):
         return self.stride, self.padding, self.dilation, self.groups
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
         return self.patches().gram(other.patches() if isinstance(other, Conv) else other, dtype)
 
     def dot(self, directions: Tensor) -> Tensor:
@@ -284,21 +272,12 @@ def pixel_products(images: Tensor) -> Tensor:
 def patch_products(
     images: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Return ⟨pₛ, pₜ⟩ for all places s and t that the kernel is applied to.
+    """Return ⟨pₛ, pₜ⟩ ``[B, G, N, *out, N, *out]`` for all places s and t that the kernel is applied to.
 
     The inner product of two patches is the sum of those of their pixels, so every pair of pixels is multiplied once,
     and not once per offset in the kernel. Those with pixels of the padding are zero: they are added afterwards. The
-    offsets along one axis are summed after those along the axis before, so they add up and do not multiply.
-
-    Args:
-        images: images without padding ``[B, G, C, N, *in]``, C channels in each group.
-        kernel: the size of the kernel along each spatial axis.
-        stride: one number per spatial axis.
-        padding: zeros on both sides, one number per spatial axis.
-        dilation: one number per spatial axis.
-
-    Returns:
-        The inner products ``[B, G, N, *out, N, *out]``.
+    offsets along one axis are summed after those along the axis before, so they add up and do not multiply. Images are
+    without padding, ``[B, G, C, N, *in]``, C channels in each group; the rest is one number per spatial axis.
     """
     products, sides = pixel_products(images), both_sides(padding)
     if any(padding):

@@ -50,7 +50,7 @@ _LARGE_BLOCK = 2**23
 # Blocks of copies in a trace.
 _MOST_BLOCKS = 4
 # A program for any number of samples writes out no more elements at once.
-_AT_ONCE = 2**24
+AT_ONCE = 2**24
 # Memory for more elements comes from the operating system each time (beyond glibc's 32 MiB, in float32).
 _KEPT = 2**23
 # So does that of all written-out gradients together, beyond these bytes: glibc keeps twice the largest of them.
@@ -60,17 +60,11 @@ MOST_TERMS_IN_FLOAT32 = 50
 
 
 class Rates(NamedTuple):
-    """Seconds per elementary operation.
+    """Seconds per elementary operation."""
 
-    Args:
-        product: of a multiply-add in a matrix product in float32.
-        product64: the same in float64.
-        number: to read or write a number.
-    """
-
-    product: float
-    product64: float
-    number: float
+    product: float  # of a multiply-add in a matrix product in float32
+    product64: float  # the same in float64
+    number: float  # to read or write a number
 
 
 # Only ratios matter. CPU: least squares over 156 sizes, one core of an Intel Xeon (Sapphire Rapids), torch 2.13.
@@ -79,21 +73,13 @@ _CPU, _GPU = Rates(1.4e-11, 3.9e-11, 2e-10), Rates(5e-14, 4.5e-14, 7e-13)
 
 
 class Work(NamedTuple):
-    """The work of one operation.
+    """The work of one operation."""
 
-    Args:
-        products: multiply-adds in units of T·E, in float32.
-        products64: the same in float64.
-        inner: inner products of all pairs of terms.
-        written: elements read or written, in units of E.
-        stored: the same, in units of S.
-    """
-
-    products: float = 0
-    products64: float = 0
-    inner: float = 0
-    written: float = 0
-    stored: float = 0
+    products: float = 0  # multiply-adds in units of T·E, in float32
+    products64: float = 0  # the same in float64
+    inner: float = 0  # inner products of all pairs of terms
+    written: float = 0  # elements read or written, in units of E
+    stored: float = 0  # the same, in units of S
 
 
 # The products of each number with the signs of some hundred projections, in passes over memory; of sketches a few.
@@ -130,23 +116,15 @@ _INNER_SLOWDOWN = 2
 
 
 class Size(NamedTuple):
-    """The size of the gradients of one parameter.
+    """The size of the gradients of one parameter."""
 
-    Args:
-        num_terms: T.
-        written: E, the number of elements in the written-out gradients of all samples.
-        stored: the number of elements in the factor of all samples.
-        device: the type of the device.
-        operands: S, the number of elements that products read, where these are not the stored ones.
-        inner: the multiply-adds of inner products of all pairs of terms, and the number of elements that they read,
-            where these are not T·S and S; they are in float64.
-    """
-
-    num_terms: int
-    written: float
-    stored: float
+    num_terms: int  # T
+    written: float  # E, the number of elements in the written-out gradients of all samples
+    stored: float  # the number of elements in the factor of all samples
     device: str = "cpu"
-    operands: float | None = None
+    operands: float | None = None  # S, the number of elements that products read, where these are not the stored ones
+    # the multiply-adds of inner products of all pairs of terms, and the number of elements that they read, where these
+    # are not T·S and S; they are in float64
     inner: tuple[float, float] | None = None
 
     def seconds(self, *works: Work) -> float:
@@ -183,12 +161,6 @@ class Estimate(NamedTuple):
 class Plan:
     """How the gradients of each parameter are stored for some operations.
 
-    Args:
-        required_ops: the operations of ``Factor`` that the reductions call.
-        allowance: written-out gradients may have this many times the elements of their factor.
-        in_fresh_memory: whether the memory of written-out gradients comes from the operating system each time.
-        kept: the number of elements in the gradients of one parameter above which it always does.
-
     Examples:
         >>> plan = Plan(frozenset({Op.squared_norms, Op.weighted_sum}))
         >>> size = Size(200, written=64 * 64, stored=200 * (64 + 64))
@@ -199,10 +171,10 @@ class Plan:
         2.0
     """
 
-    required_ops: frozenset[str]
-    allowance: float = 2.0
-    in_fresh_memory: bool = False
-    kept: float = _KEPT
+    required_ops: frozenset[str]  # the operations of ``Factor`` that the reductions call
+    allowance: float = 2.0  # written-out gradients may have this many times the elements of their factor
+    in_fresh_memory: bool = False  # whether written-out gradients always are in new memory of the system
+    kept: float = _KEPT  # the number of elements in the gradients of one parameter above which it always does
 
     def estimate(self, size: Size) -> Estimate:
         """Return the estimated time of the operations on a sum of products, and on the written-out gradients."""
@@ -212,13 +184,11 @@ class Plan:
         works = [_OF_FACTORS[op] for op in ops]
         if Op.squared_norms in ops and inner_products_are_faster(size):
             works[ops.index(Op.squared_norms)] = _INNER_PRODUCTS
-        writing = [_WRITING, _IN_FRESH_MEMORY] if self._is_fresh(size) else [_WRITING]
-        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *map(_OF_WRITTEN.__getitem__, ops)))
-
-    def _is_fresh(self, size: Size) -> bool:
         # Blocks of patches of convolutions take more time than is estimated, and more than fresh memory.
         has_patches = size.operands not in (None, size.stored)
-        return size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
+        is_fresh = size.device == "cpu" and (size.written > self.kept or (self.in_fresh_memory and not has_patches))
+        writing = [_WRITING, _IN_FRESH_MEMORY] if is_fresh else [_WRITING]
+        return Estimate(size.seconds(Work(), *works), size.seconds(*writing, *map(_OF_WRITTEN.__getitem__, ops)))
 
     def always_keeps(self, num_terms: int) -> bool:
         """Return whether gradients of any size stay factors: at T = 1 all operations are small products."""
@@ -248,26 +218,18 @@ Memory: TypeAlias = int | Literal["low"] | None
 
 
 class Budget(NamedTuple):
-    """The memory for written-out gradients, as ``Plan`` takes it.
+    """The memory for written-out gradients, as ``Plan`` takes it."""
 
-    Args:
-        allowance: they may have this many times the elements of their factor.
-        in_fresh_memory: whether their memory comes from the operating system each time.
-        kept: the number of elements in the gradients of one parameter above which it always does.
-    """
-
-    allowance: float
-    in_fresh_memory: bool = False
-    kept: float = _KEPT
+    allowance: float  # they may have this many times the elements of their factor
+    in_fresh_memory: bool = False  # whether their memory comes from the operating system each time
+    kept: float = _KEPT  # the number of elements in the gradients of one parameter above which it always does
 
 
 def budget(memory: Memory, needed: float) -> Budget:
-    """Return the memory for written-out gradients.
+    """Return the memory for written-out gradients, which take ``needed`` bytes for all parameters.
 
-    Args:
-        memory: the bytes that they may take; "low" for none beyond the factors; None for 256 MiB, or else twice the
-            factors.
-        needed: the bytes that the written-out gradients of all parameters take.
+    ``memory`` is the bytes that they may take; "low" for none beyond the factors; None for 256 MiB, or else twice the
+    factors.
     """
     in_fresh_memory = needed > _KEPT_BYTES
     if memory != "low" and needed <= (_USUAL_BYTES if memory is None else memory):
@@ -290,10 +252,7 @@ def rows_per_block(count: int, each: int, device: torch.device, num_blocks: floa
 
 
 def rows_in_cache(count: int, each: int, device: torch.device) -> int:
-    """Return the number of rows whose copies in float64 stay in the cache of a CPU; all of them on other devices.
-
-    A trace has few blocks, since each is code of its own; a program for any number of samples has one.
-    """
+    """Return the number of rows whose float64 copies stay in a CPU's cache; few blocks in a trace, one on a GPU."""
     if device.type != "cpu" or is_for_any_size():
         return max(1, count)
     step = max(1, BLOCK // 2 // max(1, each))
@@ -304,8 +263,3 @@ def is_for_any_size() -> bool:
     """Return whether a program for any number of samples is being traced."""
     trace = current_trace()
     return trace is not None and trace.any_size
-
-
-def fits_at_once(written: float) -> bool:
-    """Return whether this number of elements may be written out at once."""
-    return written <= _AT_ONCE

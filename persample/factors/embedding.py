@@ -21,20 +21,15 @@ from persample.utils import numerics
 class Embedding(Factor):
     """Per-sample gradients of a table ``[V, *columns]`` that is looked up T times in each sample.
 
-    Args:
-        signals: the gradient of every looked-up row, ``[B, T, D]``; of K outputs ``[B, K, T, D]``.
-        index: the indices of the looked-up rows, ``[B, T]``; of K outputs ``[B, 1, T]``.
-        table_shape: ``[V, *columns]``.
-
     Examples:
         >>> factor = Embedding(torch.ones(1, 2, 3), torch.tensor([[4, 4]]), (5, 3))
         >>> factor.squared_norms().round()  # one row looked up twice: 2² + 2² + 2²
         tensor([12.], dtype=torch.float64)
     """
 
-    signals: Tensor
-    index: Tensor
-    table_shape: tuple[int, ...]
+    signals: Tensor  # the gradient of every looked-up row, ``[B, T, D]``; of K outputs ``[B, K, T, D]``
+    index: Tensor  # the indices of the looked-up rows, ``[B, T]``; of K outputs ``[B, 1, T]``
+    table_shape: tuple[int, ...]  # ``[V, *columns]``
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +52,6 @@ class Embedding(Factor):
 
     @property
     def is_product(self) -> bool:
-        """Whether writing a gradient out takes matrix products."""
         return False
 
     @property
@@ -75,13 +69,11 @@ class Embedding(Factor):
         return (self.index.unsqueeze(-1) == self.index.unsqueeze(-2)).to(torch.uint8).argmax(-1)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         values = self.signals.new_zeros(len(self), *self.shape) if out is None else out.zero_()
         self.add_to(values)
         return values
 
     def add_to(self, out: Tensor) -> None:
-        """Add the gradients to ``out [B, *shape]``."""
         rows = out.reshape(prod(self.sizes) * self.table_shape[0], self.signals.shape[-1])
         rows.index_add_(0, self._numbers(self.sizes), self.signals.flatten(0, -2).to(out.dtype))
         if numerics.storage_key(rows) != numerics.storage_key(out):
@@ -111,7 +103,6 @@ class Embedding(Factor):
         return replace(self, signals=self.signals.to(left.dtype) @ right * left[self.index].unsqueeze(-1))
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:  # no row is looked up twice
             return numerics.squared_norms_of_each([self.signals], len(self.sizes))[0]
         added, rows = self._distinct
@@ -148,7 +139,6 @@ class Embedding(Factor):
         return Outer(counts, signals, self.table_shape, dtype, outputs=self.outputs)
 
     def own_gram(self) -> Tensor:
-        """Return ⟨gᵢₖ, gᵢₗ⟩ of the outputs of each sample, ``[B, K, K]``."""
         if not self.outputs or not self.num_terms:
             return super().own_gram()
         signals = self.signals.to(numerics.accumulate_dtype(self.dtype))
@@ -157,7 +147,6 @@ class Embedding(Factor):
         return rows @ rows.mT
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return Σ wᵢ gᵢ, ``[*shape]``."""
         signals = self.signals.to(dtype) if weights is None else numerics.scaled_rows(self.signals, weights, dtype)
         table = torch.zeros(self.shape, dtype=dtype, device=signals.device)
         rows = self._numbers((1, *self.outputs)) if self.outputs else self.index.flatten()
@@ -180,7 +169,6 @@ class Embedding(Factor):
 
     @property
     def has_rows(self) -> bool:
-        """Whether ``some_rows`` writes nothing out."""
         return True
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -204,7 +192,6 @@ class Embedding(Factor):
         return replace(self, signals=signals, index=known, table_shape=(len(index), signals.shape[-1]))
 
     def dot(self, directions: Tensor) -> Tensor:
-        """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
         signals = self.signals.to(numerics.accumulate_dtype(self.dtype))
         tables = directions.to(signals.dtype).reshape(len(directions), self.table_shape[0], -1)
         return torch.stack([(signals * table[self.index]).sum((-2, -1)) for table in tables], -1)

@@ -207,9 +207,7 @@ class Factor(ABC):
     def rotated(self, left: Tensor, right: Tensor) -> Factor:
         """Return the factor of Lᵀ gᵢ R, gᵢ seen as ``[o, i]``, or G of them, in the dtype of L and R.
 
-        Args:
-            left: L, ``[o, o]``, ``[G, o, o]``, or a vector ``[o]``, the diagonal of a matrix.
-            right: R, ``[i, i]``, ``[G, i, i]`` or ``[i]``.
+        L is ``[o, o]``, ``[G, o, o]``, or a vector ``[o]``, the diagonal of a matrix; so is R.
         """
         return Rotated(self, left, right, outputs=self.outputs)
 
@@ -393,15 +391,12 @@ def _total(blocks: Iterable[Tensor]) -> Tensor:
 class Dense(Factor):
     """Per-sample gradients stored as one tensor.
 
-    Args:
-        values: the gradients, real, ``[B, *shape]``, of K outputs ``[B, K, *shape]``.
-
     Examples:
         >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).squared_norms()
         tensor([25.,  1.], dtype=torch.float64)
     """
 
-    values: Tensor
+    values: Tensor  # the gradients, real, ``[B, *shape]``, of K outputs ``[B, K, *shape]``
 
     @classmethod
     def zeros(cls, sizes: Sequence[int], like: Tensor) -> Dense:
@@ -410,7 +405,6 @@ class Dense(Factor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one gradient."""
         return tuple(self.values.shape[1:])
 
     @property
@@ -419,7 +413,6 @@ class Dense(Factor):
         return (self.values,)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         return self.values if out is None else out.copy_(self.values)
 
     def add(self, other: Factor) -> Dense:
@@ -431,7 +424,6 @@ class Dense(Factor):
         return replace(self, values=values)
 
     def times_elements(self, scale: Tensor) -> Dense:
-        """Return the factor of s ⊙ gᵢ for ``scale`` of the shape of one gradient, in float32 at least."""
         return replace(self, values=self.values * scale.to(numerics.accumulate_dtype(self.dtype)))
 
     def joined_rows(self, count: int) -> Dense:
@@ -442,13 +434,11 @@ class Dense(Factor):
         return replace(self, values=contractions.split_rows(self.values, count).sum(1, dtype=dtype))
 
     def spread(self, places: Tensor, rows: int) -> Dense:
-        """Return the factor of ``rows`` samples, the gradients at places ``[B]``, and zeros elsewhere."""
         if len(self) and tracing.are_plain([self.values]) and is_zeros(self):
             return replace(self, values=self.values[:1].expand(rows, *self.shape))
         return super().spread(places, rows)
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return Σ wᵢ gᵢ, ``[*shape]``, accumulated in ``dtype``."""
         return contractions.weighted_sum(self.values, weights, dtype)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -457,11 +447,7 @@ class Dense(Factor):
 
 @dataclass(frozen=True)
 class Mapped(Factor):
-    """Gradients that are a linear function of those of another factor, written out a few samples at a time.
-
-    Args:
-        factor: the factor of the gᵢ.
-    """
+    """Gradients that are a linear function of those of another factor, written out a few samples at a time."""
 
     factor: Factor
 
@@ -472,7 +458,6 @@ class Mapped(Factor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one gradient."""
         return self.factor.shape
 
     @property
@@ -481,7 +466,6 @@ class Mapped(Factor):
         return self.factor.num_terms
 
     def with_tensors(self: M, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> M:
-        """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
         factor = self.factor.with_tensors(tensors, outputs)
         return replace(self, factor=factor, outputs=factor.outputs)
 
@@ -497,46 +481,31 @@ class Mapped(Factor):
 
 @dataclass(frozen=True)
 class Scaled(Mapped):
-    """The gradients of another factor times the same tensor, elementwise.
-
-    Args:
-        factor: the factor of the gᵢ.
-        scale: s, of the shape of one gradient, without the axis of outputs.
-    """
+    """The gradients of another factor times s, elementwise; s is of the shape of one, without the axis of outputs."""
 
     scale: Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the scaled gradients."""
         return self.scale.dtype
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         values = self.factor.materialize() * self.scale
         return values if out is None else out.copy_(values)
 
 
 @dataclass(frozen=True)
 class Rotated(Mapped):
-    """The gradients Lᵀ gᵢ R of another factor.
-
-    Args:
-        factor: the factor of the gᵢ.
-        left: L, as in ``Factor.rotated``.
-        right: R.
-    """
+    """The gradients Lᵀ gᵢ R of another factor, as in ``Factor.rotated``."""
 
     left: Tensor
     right: Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the rotated gradients."""
         return self.left.dtype
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         values = self.factor.materialize().to(self.dtype)
         block = (*self.left.shape[:-2], self.left.shape[-1], self.right.shape[-1])
         rotated = contractions.between(self.left, values.reshape(*self.sizes, *block), self.right).view(values.shape)

@@ -112,23 +112,12 @@ def solve(
 ) -> tuple[Tensor, bool]:
     """Solve (A + λI) X = B by Cholesky factorization; for λ = 0, return A⁺B, the solution of minimum norm.
 
-    A is a Gram matrix of rows that were rounded to a relative precision. Its eigenvalues below rounding errors (those
-    of the rows, squared, and those of float64) count as 0, and so does a damping so small that the factorization fails.
-    NaN or infinity in A makes all of X NaN.
-
-    Args:
-        matrix: A, ``[B, B]`` float64, of which only the lower triangle is read; its diagonal is overwritten.
-        damping: λ >= 0, 0-d float64.
-        right: B, ``[B, K]`` float64.
-        eps: the relative precision of the rows.
-        minimum_norm: whether λ is 0.
-        scale: what the rounding errors of A are relative to, 0-d; None for its largest eigenvalue.
-
-    Returns:
-        X, ``[B, K]``, and whether λ counted as 0.
-
-    Warns:
-        ConditionWarning: if λ counts as 0 and less than half of the digits of X are right.
+    All are float64: A ``[B, B]``, of which only the lower triangle is read, its diagonal is overwritten; λ 0-d; B and X
+    ``[B, K]``. A is a Gram matrix of rows that were rounded to the relative precision ``eps``. Its eigenvalues below
+    rounding errors (those of the rows, squared, and those of float64) count as 0, and so does a damping so small that
+    the factorization fails: the second result. They are relative to ``scale``, or to the largest eigenvalue. NaN or
+    infinity in A makes all of X NaN. A ``ConditionWarning`` if λ counts as 0 and less than half of the digits of X are
+    right.
 
     Examples:
         >>> matrix, right = torch.tensor([[3.0, 0.0], [0.0, 0.0]]).double(), torch.ones(2, 1).double()
@@ -155,15 +144,7 @@ def solve(
 def solve_weighted(gram: Tensor, weights: Tensor, n: Tensor, damping: Tensor, right: Tensor) -> Tensor:
     """Solve (K W/n + λI) X = B, W = diag(w), by steps that can be differentiated, also where a weight is 0.
 
-    Args:
-        gram: K, ``[B, B]`` float64.
-        weights: w, ``[B]`` float64.
-        n: the number of samples, 0-d float64.
-        damping: λ > 0, 0-d float64.
-        right: B, ``[B, K]`` float64.
-
-    Returns:
-        X, ``[B, K]``; NaN where the matrix is singular.
+    All are float64: K ``[B, B]``, w ``[B]``, n and λ > 0 0-d, B ``[B, K]``. X is NaN where the matrix is singular.
     """
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     # Not solve_ex: a derivative of its forward derivative lacks a term (pytorch/pytorch#196695).
@@ -174,20 +155,9 @@ def solve_weighted(gram: Tensor, weights: Tensor, n: Tensor, damping: Tensor, ri
 def least_squares(rows: Tensor, damping: Tensor, right: Tensor, *, eps: float) -> Tensor:
     """Return Aᵀ (A Aᵀ + λI)⁻¹ b, and A⁺ b for λ = 0, by a QR factorization of A: its condition number is not squared.
 
-    The singular values of the triangular factor below the rounding errors of A count as 0. NaN or infinity in A makes
-    all of the result NaN.
-
-    Args:
-        rows: A, ``[N, P]`` float64.
-        damping: λ >= 0, 0-d float64.
-        right: b, ``[N]`` float64.
-        eps: the relative precision of the rows.
-
-    Returns:
-        ``[P]`` float64.
-
-    Warns:
-        ConditionWarning: if less than half of the digits of the result are right.
+    All are float64: A ``[N, P]``, b ``[N]``, the result ``[P]``; ``eps`` is the relative precision of the rows. The
+    singular values of the triangular factor below the rounding errors of A count as 0. NaN or infinity in A makes all
+    of the result NaN. A ``ConditionWarning`` if less than half of its digits are right.
 
     Examples:
         >>> rows, right = torch.tensor([[1.0, 0.0], [1.0, 1e-5]]).double(), torch.ones(2).double()

@@ -21,12 +21,6 @@ from persample.utils import numerics
 class Outer(Factor):
     """Per-sample gradients Σₜ lₜ rₜᵀ, G blocks of them, ``[G, o, i]`` in the shape of the parameter.
 
-    Args:
-        left: back-propagated signals l, ``[B, G, T, o]``; of K outputs ``[B, K, G, T, o]``.
-        right: inputs r, ``[B, G, T, i]``; of K outputs, which share them, ``[B, 1, G, T, i]``. Or the other way round.
-        param_shape: the shape of the parameter.
-        out_dtype: the dtype of the gradients; that of the operands may differ.
-
     Examples:
         >>> l, r = torch.tensor([[[[3.0]]]]), torch.tensor([[[[1.0, 2.0]]]])
         >>> factor = Outer(l, r, (1, 2), l.dtype)
@@ -34,19 +28,17 @@ class Outer(Factor):
         (tensor([[[3., 6.]]]), tensor([45.], dtype=torch.float64))
     """
 
-    left: Tensor
-    right: Tensor
+    left: Tensor  # back-propagated signals l, ``[B, G, T, o]``; of K outputs ``[B, K, G, T, o]``
+    right: Tensor  # inputs r, ``[B, G, T, i]``; of K outputs, ``[B, 1, G, T, i]``. Or the other way round.
     param_shape: tuple[int, ...]
-    out_dtype: torch.dtype
+    out_dtype: torch.dtype  # the dtype of the gradients; that of the operands may differ
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the gradients."""
         return self.out_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one gradient."""
         return (*self.outputs, *self.param_shape)
 
     @property
@@ -119,7 +111,6 @@ class Outer(Factor):
         return products.reshape((*lead, *self.shape))
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         signals, right = self._operands
         left = signals.mT
         in_order = not self.outputs or self._is_in_order
@@ -165,7 +156,6 @@ class Outer(Factor):
         return replace(self, left=signals, right=inputs, out_dtype=left.dtype)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖², ``[B]`` float64."""
         if self.num_terms == 1:
             left, right = numerics.squared_norms_of_each([self.left, self.right], self.left.ndim - 2)
             return (left * right).sum(-1)
@@ -231,7 +221,6 @@ class Outer(Factor):
         return replace(self, left=(self.left * ratio).to(dtype), right=(self.right / ratio).to(dtype))
 
     def second_moment(self, weights: Tensor | None, dtype: torch.dtype, center: Tensor | None = None) -> Tensor:
-        """Return Σ wᵢ (gᵢ − center)², elementwise ``[*shape]``."""
         if self.num_terms > 1 or (center is not None and dtype != torch.float64):
             return super().second_moment(weights, dtype, center)
         balanced = self.balanced(dtype)
@@ -243,7 +232,6 @@ class Outer(Factor):
         return moment.clamp_min(0)
 
     def gram(self, other: Factor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ⟨gᵢ, hⱼ⟩, ``[B, B']``."""
         other = self if other is None else other
         if not isinstance(other, Outer) or other.block != self.block:
             return super().gram(other, dtype)
@@ -294,7 +282,6 @@ class Outer(Factor):
         return replace(self, left=self.left.to(dtype), right=self.right.to(dtype), out_dtype=dtype)
 
     def some_rows(self, index: Tensor) -> Factor:
-        """Return the factor of some rows of the parameter."""
         if not self.has_rows:
             return super().some_rows(index)
         return replace(self, left=self.left[..., index], param_shape=(len(index), self.right.shape[-1]))

@@ -24,16 +24,13 @@ class SumFactor(Factor):
     Linear operations add up the results of the parts. Norms, inner products and second moments write out where parts
     meet, as these may nearly cancel.
 
-    Args:
-        parts: the factors, no two of which ``add`` to one factor.
-
     Examples:
         >>> from persample.factors.factor import Dense
         >>> SumFactor((Dense(torch.ones(1, 2)), Dense(torch.ones(1, 2)))).materialize()
         tensor([[2., 2.]])
     """
 
-    parts: tuple[Factor, ...]
+    parts: tuple[Factor, ...]  # the factors, no two of which ``add`` to one factor
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -42,12 +39,10 @@ class SumFactor(Factor):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the gradients."""
         return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one gradient."""
         return self.parts[0].shape
 
     @property
@@ -57,12 +52,10 @@ class SumFactor(Factor):
 
     @property
     def is_product(self) -> bool:
-        """Whether writing a gradient out takes matrix products."""
         return any(part.is_product for part in self.parts)
 
     @property
     def has_rows(self) -> bool:
-        """Whether ``some_rows`` writes nothing out."""
         return all(part.has_rows for part in self.parts)
 
     @property
@@ -75,13 +68,11 @@ class SumFactor(Factor):
         return SumFactor(parts) if alike else super().as_one
 
     def with_tensors(self, tensors: Iterable[Tensor], outputs: tuple[int, ...] | None = None) -> SumFactor:
-        """Return a factor of other tensors, in the order of ``tensors``, and perhaps of other outputs."""
         given = iter(tensors)
         parts = tuple(part.with_tensors(islice(given, len(part.tensors)), outputs) for part in self.parts)
         return SumFactor(parts, outputs=parts[0].outputs)
 
     def materialize(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients, ``[B, *shape]``."""
         first, *others = self.parts
         if out is None:
             out = torch.empty(len(self), *self.shape, dtype=self.dtype, device=self.device)
@@ -91,7 +82,6 @@ class SumFactor(Factor):
         return out
 
     def add_to(self, out: Tensor) -> None:
-        """Add the gradients to ``out [B, *shape]``."""
         for part in self.parts:
             part.add_to(out)
 
@@ -100,29 +90,23 @@ class SumFactor(Factor):
         return replace(self, parts=tuple(part.scale_rows(scale) for part in self.parts))
 
     def times_rank_one(self, rows: Tensor, columns: Tensor) -> Factor:
-        """Return the factor of s ⊙ gᵢ for s = rows columnsᵀ."""
         if not self.has_rows or not all(isinstance(part, Outer) for part in self.parts):
             return super().times_rank_one(rows, columns)
         return replace(self, parts=tuple(part.times_rank_one(rows, columns) for part in self.parts))
 
     def rotated(self, left: Tensor, right: Tensor) -> SumFactor:
-        """Return the factor of Lᵀ gᵢ R."""
         return replace(self, parts=tuple(part.rotated(left, right) for part in self.parts))
 
     def times(self, scale: float) -> SumFactor:
-        """Return the factor of s gᵢ."""
         return replace(self, parts=tuple(part.times(scale) for part in self.parts))
 
     def joined_rows(self, count: int) -> SumFactor:
-        """Return the factor of the sums of ``count`` consecutive gradients each."""
         return replace(self, parts=tuple(part.joined_rows(count) for part in self.parts))
 
     def weighted_sum(self, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return Σ wᵢ gᵢ, ``[*shape]``."""
         return _added(part.weighted_sum(weights, dtype) for part in self.parts)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖², ``[B]`` float64."""
         heads = [part for part in self.parts if isinstance(part, Outer) and part.has_rows]
         tables = [part for part in self.parts if isinstance(part, Embedding)]
         both = len(self.parts) == 2 and heads and tables and not self.outputs
@@ -154,19 +138,15 @@ class SumFactor(Factor):
         return self.gram_by_rows(other, dtype) if self.has_rows and other.has_rows else super().gram(other, dtype)
 
     def some_rows(self, index: Tensor) -> SumFactor:
-        """Return the factor of some rows of the parameter, seen as a matrix, at sorted indices."""
         return replace(self, parts=tuple(part.some_rows(index) for part in self.parts))
 
     def dot(self, directions: Tensor) -> Tensor:
-        """Return ⟨gᵢ, dⱼ⟩, ``[B, D]``."""
         return _added(part.dot(directions) for part in self.parts)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left[j]ᵀ gᵢ right[j]``, ``[B, D]``."""
         return _added(part.project(left, right) for part in self.parts)
 
     def sketch(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left gᵢ rightᵀ``, ``[B, D, D']``."""
         return _added(part.sketch(left, right) for part in self.parts)
 
     @classmethod

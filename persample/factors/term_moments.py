@@ -15,19 +15,12 @@ from persample.utils.trees import Tree
 
 @dataclass(frozen=True)
 class TermMoments:
-    """Computes Σᵢ wᵢ Σₜ xᵢₜ xᵢₜᵀ of the operands of products, once for layers that share one.
+    """Computes Σᵢ wᵢ Σₜ xᵢₜ xᵢₜᵀ of the operands of products, once for layers that share one."""
 
-    Args:
-        weights: the wᵢ, ``[B]`` float64, or None for ones.
-        sums_terms: whether the terms of each sample are summed first: Σᵢ wᵢ (Σₜ xᵢₜ) (Σₜ xᵢₜ)ᵀ.
-        max_size: of longer vectors x, in one group, the diagonal alone is computed.
-        filled: of units that are padded with terms, as in ``Gradients``.
-    """
-
-    weights: Tensor | None
-    sums_terms: bool
-    max_size: int
-    filled: Tensor | None = None
+    weights: Tensor | None  # the wᵢ, ``[B]`` float64, or None for ones
+    sums_terms: bool  # whether the terms of each sample are summed first: Σᵢ wᵢ (Σₜ xᵢₜ) (Σₜ xᵢₜ)ᵀ
+    max_size: int  # of longer vectors x, in one group, the diagonal alone is computed
+    filled: Tensor | None = None  # of units that are padded with terms, as in ``Gradients``
     # By memory, whose tensors are kept alive.
     _found: dict[Tree, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 

@@ -20,25 +20,3 @@ from persample.inputs.options import (
     reductions,
 )
 from persample.inputs.params import check_params
-
-__all__ = [
-    "Call",
-    "Engine",
-    "NestedCallError",
-    "Outputs",
-    "Randomness",
-    "TotalWeight",
-    "as_dicts",
-    "check_averages",
-    "check_choices",
-    "check_chunk_size",
-    "check_loop",
-    "check_options",
-    "check_out",
-    "check_outside",
-    "check_params",
-    "check_weights",
-    "is_differentiated",
-    "normalize",
-    "reductions",
-]

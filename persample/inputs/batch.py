@@ -91,12 +91,7 @@ def _is_tensordict(node: object) -> bool:
 
 
 def batch_axes_first(
-    names: Sequence[str],
-    leaves: Sequence[Leaf],
-    dims: Sequence[int | None],
-    argument: str,
-    *,
-    keep_graph: bool = False,
+    names: Sequence[str], leaves: Sequence[Leaf], dims: Sequence[int | None], argument: str, *, keep_graph: bool = False
 ) -> tuple[tuple[Leaf, ...], tuple[bool, ...], int]:
     """Return the leaves with their batch axes first, for each whether it has one, and B."""
     values, batched = [], []
@@ -177,7 +172,7 @@ def _common_size(rows: Mapping[str, Tensor], argument: str) -> int:
         raise ArgumentError.about(argument, expected="at least one tensor with a batch axis", received="none", fix=fix)
     if len(set(sizes.values())) > 1:
         rest = f" and {len(sizes) - _SHOWN} more" if len(sizes) > _SHOWN else ""
-        fix = f"Give all the same number of rows, or mark what all samples share with None in in_dims. {_OTHER_LOSS}"
+        fix = f"Give all the same number of rows, or set in_dims: an axis, or None for what all share. {_OTHER_LOSS}"
         if _are_samples(rows, argument):
             fix = f"{_PAD} {_OTHER_LOSS}" if rest else f"{fix} {_PAD}"
         received = ", ".join(f"{name}: {size}" for name, size in [*sizes.items()][:_SHOWN]) + rest

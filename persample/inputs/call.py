@@ -29,31 +29,18 @@ from persample.utils.trees import Leaf, Tree
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """The loss ℓ in the engines' form: from the tensors of the parameters and the leaves of one sample to (ℓ, aux).
-
-    Args:
-        fn: the user's loss.
-        params: the flattened params, which call the loss with tensors in place of the parameters.
-        spec: the structure, names, shapes and dtypes of results like the parameters.
-        batch: the structure of the batch.
-        batched: for each leaf of the batch, whether it holds one row per sample.
-        unpack: whether the batch is a plain tuple or list, passed as positional arguments.
-        keep_batch_dim: whether each sample is passed with a leading axis of 1.
-        outputs: "scalar", or "rows" if the loss of one sample is a vector ``[K]``.
-        called: the name of the function's argument, for messages.
-        given: the name of the batch's argument, for messages.
-    """
+    """The loss ℓ in the engines' form: from the tensors of the parameters and the leaves of one sample to (ℓ, aux)."""
 
     fn: Callable[..., Tree]
-    params: ParamTree
-    spec: ParamSpec
+    params: ParamTree  # the flattened params, which call the loss with tensors in place of the parameters
+    spec: ParamSpec  # the structure, names, shapes and dtypes of results like the parameters
     batch: trees.TreeSpec
-    batched: tuple[bool, ...]
-    unpack: bool
-    keep_batch_dim: bool
-    outputs: Outputs = "scalar"
-    called: str = "loss_fn"
-    given: str = "batch"
+    batched: tuple[bool, ...]  # for each leaf of the batch, whether it holds one row per sample
+    unpack: bool  # whether the batch is a plain tuple or list, passed as positional arguments
+    keep_batch_dim: bool  # whether each sample is passed with a leading axis of 1
+    outputs: Outputs = "scalar"  # "scalar", or "rows" if the loss of one sample is a vector ``[K]``
+    called: str = "loss_fn"  # the name of the function's argument, for messages
+    given: str = "batch"  # the name of the batch's argument, for messages
 
     def shaped(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the leaves of one sample in the shape that the user's loss takes."""
@@ -101,7 +88,7 @@ def _check_loss(loss: object, returned: object, outputs: Outputs) -> None:
         received = f"shape {list(loss.shape)}"
         fix = "loss_fn sees one sample: reduce what is left, for example with .sum(), .mean() or .squeeze()."
         if loss.ndim == 1:
-            fix += " Or pass outputs='rows' for the gradient of each number."
+            fix += " Or pass outputs='rows': then each element has a gradient of its own."
     else:
         return
     raise LossError(f"loss_fn: expected to return {expected}, received {received}. {fix}")
@@ -133,39 +120,22 @@ class NotConnectedError(LossError):
 
 @dataclass(frozen=True)
 class Call:
-    """The normalized arguments of a call, or of one chunk of it.
-
-    Args:
-        loss: the loss of one sample.
-        size: B.
-        params: one tensor per differentiated parameter.
-        params_batched: for each of ``params``, whether it holds one parameter per sample, on axis 0.
-        leaves: the leaves of the batch, tensors or constants.
-        leaves_batched: for each of ``leaves``, whether it holds one row per sample, on axis 0.
-        weights: ``[B]`` float64, or None for ones.
-        randomness: "error", "same" or "different", as in ``torch.func.vmap``.
-        differentiated: whether the caller differentiates the results.
-        memory: the bytes that written-out gradients may take, "low" or None.
-        planned: the budget that a program was made with, in place of ``memory``, or None.
-        units: which consecutive samples are a unit; None if each sample is one.
-        order: how the samples were sorted to be those of units, one after the other; None if they were not.
-        unit_weights: ``[U]``, 0 for units that are left out, else 1; None for ones.
-    """
+    """The normalized arguments of a call, or of one chunk of it."""
 
     loss: SampleLoss
-    size: int
-    params: tuple[Tensor, ...]
-    params_batched: tuple[bool, ...]
-    leaves: tuple[Leaf, ...]
-    leaves_batched: tuple[bool, ...]
-    weights: Tensor | None = None
-    randomness: str = "error"
-    differentiated: bool = False
-    memory: cost_model.Memory = None
-    planned: cost_model.Budget | None = None
-    units: Units | None = None
-    order: Order | None = None
-    unit_weights: Tensor | None = None
+    size: int  # B
+    params: tuple[Tensor, ...]  # one tensor per differentiated parameter
+    params_batched: tuple[bool, ...]  # for each of ``params``, whether it holds one parameter per sample, on axis 0
+    leaves: tuple[Leaf, ...]  # the leaves of the batch, tensors or constants
+    leaves_batched: tuple[bool, ...]  # for each of ``leaves``, whether it holds one row per sample, on axis 0
+    weights: Tensor | None = None  # ``[B]`` float64, or None for ones
+    randomness: str = "error"  # "error", "same" or "different", as in ``torch.func.vmap``
+    differentiated: bool = False  # whether the caller differentiates the results
+    memory: cost_model.Memory = None  # the bytes that written-out gradients may take, "low" or None
+    planned: cost_model.Budget | None = None  # the budget that a program was made with, in place of ``memory``, or None
+    units: Units | None = None  # which consecutive samples are a unit; None if each sample is one
+    order: Order | None = None  # how the samples were sorted, so that those of units are consecutive, or None
+    unit_weights: Tensor | None = None  # ``[U]``, 0 for units that are left out, else 1; None for ones
 
     @property
     def count(self) -> int:
@@ -350,11 +320,9 @@ def _check_signature(called: str, loss_fn: Tree, params: Tree, sample: Sequence[
     try:
         signature.bind(params, *sample)
     except TypeError as error:
-        fix = (
-            "The batch is passed as one argument; a plain tuple is unpacked into several: pass tuple(batch) of a "
-            "NamedTuple, tuple(batch.values()) of a dict. "
-            "`accumulate` takes an iterable of batches: pass [batch] for one."
-        )
+        fix = "A NamedTuple or dict is one argument: pass tuple(batch) or tuple(batch.values()) for several."
+        if isinstance(sample[0], Tensor):
+            fix = "A tensor is one argument, a plain tuple several. `accumulate` takes batches: pass [batch] for one."
         if unpacked:
             fix = (
                 f"A plain {type(sample).__name__} is unpacked into positional arguments: let the loss take them; to "

@@ -42,10 +42,7 @@ class StandIn:
 
 
 def named_parts(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return modules and all their parts, each once, by index among the modules and name, such as "0.encoder.1".
-
-    They are those of ``named_modules()``, whose nested generators take several times as long.
-    """
+    """Return modules and all their parts, each once, by name, as "0.encoder.1"; faster than ``named_modules()``."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     rest = [(str(place), module) for place, module in enumerate(modules)][::-1]
@@ -61,11 +58,7 @@ def named_parts(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 class _Modules:
-    """All modules of one call, and the slots in which they keep their parameters and buffers.
-
-    Args:
-        modules: the modules.
-    """
+    """All modules of one call, and the slots in which they keep their parameters and buffers."""
 
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
         self.parts = named_parts(modules)
@@ -209,24 +202,14 @@ def _restore_container(container: Tree, held: Tree) -> None:
 
 @dataclass(frozen=True)
 class ParamTree:
-    """The user's ``params``, flattened.
+    """The user's ``params``, flattened."""
 
-    Args:
-        tensors: the tensors to differentiate, one per parameter.
-        result: the structure of results: ``params`` with every module replaced by a dict of its parameters by name.
-        paths: one readable name per tensor.
-        leaves: the leaves of ``params``, modules among them.
-        structure: the structure of ``params``.
-        slots: the place of each tensor: an index into ``leaves``, or a name inside the modules.
-        inside: the modules in ``leaves``.
-    """
-
-    tensors: tuple[Leaf, ...]
-    result: trees.TreeSpec
-    paths: tuple[str, ...]
-    leaves: tuple[Leaf, ...]
+    tensors: tuple[Leaf, ...]  # the tensors to differentiate, one per parameter
+    result: trees.TreeSpec  # of results: ``params``, with a dict of parameters by name for every module
+    paths: tuple[str, ...]  # one readable name per tensor
+    leaves: tuple[Leaf, ...]  # the leaves of ``params``, modules among them
     structure: trees.TreeSpec
-    slots: tuple[int | str, ...]
+    slots: tuple[int | str, ...]  # the place of each tensor: an index into ``leaves``, or a name inside the modules
     inside: _Modules = field(default_factory=_Modules)
 
     @property
@@ -286,11 +269,6 @@ class ParamTree:
         found = self.inside.parameters.values()
         return [x for x in found if not x.requires_grad and type(x) is nn.Parameter and x.layout == torch.strided]
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the content of the modules changed since ``unchanged`` began."""
-        return bool(self.inside.changed())
-
     def unchanged(self, body: Callable[[], T]) -> T:
         """Call a function, then undo its effects on the modules; swapped parameters stay in place until then.
 
@@ -311,10 +289,7 @@ class ParamTree:
 
 
 def take_apart(params: object, name: str = "params") -> ParamTree:
-    """Return ``params``, flattened.
-
-    Of a module only parameters with ``requires_grad`` count, a tied one once, under its first name.
-    """
+    """Return ``params``, flattened; of a module what has ``requires_grad``, tied parameters by their first name."""
     leaves, structure = trees.flatten(params)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     if not modules:

@@ -182,16 +182,10 @@ def check_weights(weights: object, size: int, *, keep_graph: bool = False) -> Te
 
 
 class TotalWeight(NamedTuple):
-    """The weights of the samples of a call, or of several batches.
+    """The weights of the samples of a call, or of several batches."""
 
-    Attributes:
-        total: Σ wᵢ.
-        least: the smallest weight, ∞ without samples.
-        given: whether any weights were given.
-    """
-
-    total: float = 0.0
-    least: float = float("inf")
+    total: float = 0.0  # Σ wᵢ
+    least: float = float("inf")  # the smallest weight, ∞ without samples
     given: bool = False
 
     @classmethod

@@ -43,7 +43,7 @@ def check_params(params: object, *, batch_statistics: bool = False, name: str = 
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
             continue
         received = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        fix = "Convert it (torch.as_tensor(x, dtype=torch.float32)), or pass what is not learned in batch."
+        fix = "Convert it (torch.as_tensor(x, dtype=torch.float)), pass what is not learned in batch, or pass a module."
         if callable(leaf):
             fix = "Pass functions first, then the parameters."
         elif isinstance(leaf, torch.optim.Optimizer):

@@ -25,19 +25,12 @@ _MOST_PADDING, _MOST_OF_FEW, _FEW = 2, 4, 2**19
 
 @dataclass(frozen=True)
 class Units:
-    """Units of consecutive samples.
+    """Units of consecutive samples."""
 
-    Args:
-        sizes: the number of samples in each unit, one number where all have the same.
-        scale: what the gradients of all samples are multiplied with, beside their weights.
-        ids: the id of each unit, ``[U]``; None where no reduction returns them.
-        most: the number of samples that are processed at a time, which a single unit may exceed; None for all.
-    """
-
-    sizes: int | tuple[int, ...]
-    scale: float = 1.0
-    ids: Tensor | None = None
-    most: int | None = None
+    sizes: int | tuple[int, ...]  # the number of samples in each unit, one number where all have the same
+    scale: float = 1.0  # what the gradients of all samples are multiplied with, beside their weights
+    ids: Tensor | None = None  # the id of each unit, ``[U]``; None where no reduction returns them
+    most: int | None = None  # the samples processed at a time, which one unit may exceed; None for all
 
     def count(self, size: int) -> int:
         """Return U, the number of units of a number of samples."""
@@ -87,26 +80,18 @@ def one_size(sizes: Sequence[int]) -> int | tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which samples are computed, so that those of a unit are consecutive, and units sorted by size.
+    """The order in which samples are computed, so that those of a unit are consecutive, and units sorted by size."""
 
-    Args:
-        samples: the samples in this order, ``[B]``.
-        places: the place of each sample in it, ``[B]``.
-        units: the place of each unit in it, ``[U]``, in the order of their first samples in the batch.
-    """
-
-    samples: Tensor
-    places: Tensor
-    units: Tensor
+    samples: Tensor  # the samples in this order, ``[B]``
+    places: Tensor  # the place of each sample in it, ``[B]``
+    units: Tensor  # the place of each unit in it, ``[U]``, in the order of their first samples in the batch
 
 
 def units_of(unit: Leaf, size: int, *, keep_ids: bool) -> tuple[Units, Order | None]:
     """Return the units of B samples, and the order that makes them consecutive, or None if they are.
 
-    Args:
-        unit: the number of samples in each unit, or the id of each sample's unit, ``[B]``.
-        size: B.
-        keep_ids: whether a reduction returns the ids.
+    ``unit`` is the number of samples in each unit, or the id of each sample's unit, ``[B]``. ``keep_ids`` says that a
+    reduction returns the ids.
     """
     if is_count(unit):
         if unit < 1 or size % unit:
@@ -124,9 +109,8 @@ def units_of(unit: Leaf, size: int, *, keep_ids: bool) -> tuple[Units, Order | N
 def _sorted(ids: Ids) -> tuple[Ids, int | tuple[int, ...], Ids, Ids, Ids]:
     """Sort units by their sizes, and those of one size by their first samples.
 
-    Returns:
-        In this order the ids ``[U]``, the sizes, and the samples ``[B]``; of units in the order of ids their places in
-        it; and the units in the order of their first samples.
+    Returns in this order the ids ``[U]``, the sizes, and the samples ``[B]``; of units in the order of ids their places
+    in it; and the units in the order of their first samples.
     """
     found, first, inverse, counts = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
     appearance = np.argsort(first)
@@ -192,15 +176,9 @@ def weights_of_samples(
 ) -> tuple[Tensor | None, Units, Tensor | None]:
     """Return what multiplies each sample's gradient inside its unit, and the weight of each unit.
 
-    Args:
-        weights: the weights of the samples in the order of the units, ``[B]`` float64, or None.
-        units: the units.
-        size: B.
-        reduce: whether a unit's gradient is the sum of its samples' gradients, or their mean.
-
-    Returns:
-        The weights ``[B]``, the units with a scale where all samples share it, and ``[U]``: 0 for a unit whose samples
-        all have weight 0, else 1; None for ones.
+    Given are the weights of the samples in the order of the units, ``[B]`` float64, or None; a unit's gradient is the
+    sum of its samples' gradients, or their mean. Returned are the weights ``[B]``, the units with a scale where all
+    samples share it, and ``[U]``: 0 for a unit whose samples all have weight 0, else 1; None for ones.
     """
     if weights is None and reduce == "sum":
         return None, units, None

@@ -165,12 +165,7 @@ def double_q_learning(
 
 
 def _error(
-    q_tm1: Tensor,
-    a_tm1: Tensor,
-    r_t: Tensor,
-    discount_t: Tensor | float,
-    v_t: Tensor,
-    stop_target_gradients: bool,
+    q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor | float, v_t: Tensor, stop_target_gradients: bool
 ) -> Tensor:
     check_actions("q_tm1", q_tm1, a_tm1=a_tm1)
     check_rows("q_tm1", q_tm1, r_t=r_t, discount_t=discount_t)

@@ -56,11 +56,7 @@ def categorical_td_learning(
 
 @overridable
 def quantile_regression_loss(
-    dist_src: Tensor,
-    tau_src: Tensor,
-    dist_target: Tensor,
-    huber_param: float = 0.0,
-    stop_target_gradients: bool = True,
+    dist_src: Tensor, tau_src: Tensor, dist_target: Tensor, huber_param: float = 0.0, stop_target_gradients: bool = True
 ) -> Tensor:
     """Compute Σᵢ meanⱼ |τᵢ − 1[δᵢⱼ < 0]| L(δᵢⱼ) with δᵢⱼ = targetⱼ − srcᵢ: L is |δ|, or the Huber loss.
 

@@ -38,16 +38,8 @@ def result_dtype(r_t: Tensor, *values: Tensor | float) -> torch.dtype:
 def compose(b: Tensor, a: Tensor, n: int, axis: int = 0) -> tuple[Tensor, Tensor]:
     """Compose the maps x ↦ bₜ + aₜ x of n consecutive steps, for every first step t, by doubling: ⌈log₂ n⌉ rounds.
 
-    Past the end the maps are 0.
-
-    Args:
-        b: constants, of any shape with T entries along ``axis``.
-        a: factors, of the same shape.
-        n: number of steps; T (or more) solves Gₜ = bₜ + aₜ Gₜ₊₁ with G_T = 0.
-        axis: the axis of time.
-
-    Returns:
-        Constants and factors of the compositions, of the same shape.
+    Past the end the maps are 0. a and b have one shape, with T entries along the axis of time, and so have the
+    constants and factors that are returned. n of T or more solves Gₜ = bₜ + aₜ Gₜ₊₁ with G_T = 0.
 
     Examples:
         >>> compose(torch.ones(3), torch.tensor([0.5, 0.5, 0.0]), 3)

@@ -4,8 +4,8 @@ from persample.reductions.base import Reduce, Reduction
 from persample.reductions.directions import Dot, Project, Sketch
 from persample.reductions.kronecker import EigenMoment, KroneckerFactor, KroneckerFactors
 from persample.reductions.leverage import Leverage
-from persample.reductions.metric import RankOne
 from persample.reductions.moments import NoiseScale, NoiseScaleEstimate, SecondMoment, Variance
+from persample.reductions.norms import RankOne
 from persample.reductions.pairs import CosineSimilarity, Gram
 from persample.reductions.rows import Aux, Factored, Loss, Norm, Stack, TermNorm, UnitIds
 from persample.reductions.second_order import NaturalGradient

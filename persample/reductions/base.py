@@ -178,18 +178,11 @@ class Average(SumOverSamples):
 
 @dataclass(frozen=True)
 class Reductions:
-    """The reductions of one call.
-
-    Args:
-        reductions: the reductions.
-        keep_factored: whether engines keep factors even for reductions that return the gradients written out.
-        keep_stacked: whether ``finish`` leaves rows as ``Stacked``, which ``pipeline.write_into`` writes straight into
-            a previous result.
-    """
+    """The reductions of one call."""
 
     reductions: Sequence[Reduction]
-    keep_factored: bool = False
-    keep_stacked: bool = False
+    keep_factored: bool = False  # whether factors are kept even for reductions that return the gradients
+    keep_stacked: bool = False  # whether rows stay ``Stacked``, which ``write_into`` writes straight into ``out``
 
     @cached_property
     def required_ops(self) -> frozenset[Op]:

@@ -171,7 +171,6 @@ class Sketch(PerSample):
         check_positive("rank", self.rank, _HOW_MUCH)
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the sketches."""
         pairs = _with_signs(gradients, self._signs)
         parts = [factor.sketch(*signs).flatten(-2) / self.rank for factor, signs in pairs]
         if self.per_param:
@@ -210,14 +209,11 @@ class FisherVectorProduct(Average):
     Returns a tree like the parameters, in their dtypes. With K vectors, each leaf has a leading axis of K. Of losses
     with several outputs, F adds up over these, too.
 
-    Args:
-        v: a tree like the parameters, of their shapes; or with one more axis, of K vectors, in front of each.
-
     Raises:
         ArgumentError: (when used) if the structure or shapes are not those of the parameters.
     """
 
-    v: Tree
+    v: Tree  # a tree like the parameters, of their shapes; or with one more axis, of K vectors, in front of each
     uses: ClassVar[frozenset[Op]] = frozenset({Op.dot, Op.weighted_sum})
     live: ClassVar[tuple[str, ...]] = ("v",)
 

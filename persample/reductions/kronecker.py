@@ -111,7 +111,6 @@ class KroneckerFactors(Reduction):
         check_positive("max_size", self.max_size, "Pass the length of the longest axis that is to have a matrix.")
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the sums of one chunk, and its total weight."""
         moments = TermMoments(gradients.weights, self.approximation == "reduce", self.max_size, gradients.filled)
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         sums = [self._sums(factor, dtype, gradients, moments) for factor, dtype in pairs]
@@ -126,7 +125,6 @@ class KroneckerFactors(Reduction):
         return _Sums(Summed(found[1]), Summed(found[0]), Summed(count))
 
     def finish(self, merged: Tree) -> Tree:
-        """Return the averages."""
         weight = merged["weight"].finish()
         leaves, tree = flatten(merged["sums"], is_leaf=lambda x: isinstance(x, _Sums))
         found: dict[int, Tensor] = {}  # layers share sums, which are divided in place
@@ -197,7 +195,6 @@ class EigenMoment(Average):
                 )
 
     def sums(self, gradients: Gradients) -> Tree:
-        """Return the sums of squares of one chunk."""
         spec = gradients.spec
         columns = gradients.weighted_factors, spec.dtypes, leaves_like(self.bases, spec.structure) or []
         sums = []

@@ -78,12 +78,10 @@ class Leverage(Solution):
     uses: ClassVar[frozenset[Op]] = frozenset({Op.gram})
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return factors and weights."""
         pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
         return {"factors": [Stacked(factor, dtype) for factor, dtype in pairs], "weights": weights_of(gradients)}
 
     def finish(self, merged: Tree) -> Tensor:
-        """Return the leverages."""
         dtypes = [leaf.dtype for leaf in merged["factors"]]
         factors = [leaf.concatenated() for leaf in merged["factors"]]
         gram = float64_gram(factors)

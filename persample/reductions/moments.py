@@ -51,7 +51,6 @@ class SecondMoment(Average):
     uses: ClassVar[frozenset[Op]] = frozenset({Op.second_moment})
 
     def sums(self, gradients: Gradients) -> Tree:
-        """Return the sums of squares of one chunk."""
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
         weights = gradients.weights
         sums = [Summed(factor.second_moment(weights, accumulate_dtype(dtype)), dtype) for factor, dtype in pairs]
@@ -100,7 +99,6 @@ class Variance(Reduction):
         return self.correction
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the moments of one chunk."""
         return gradients.spec.tree(_moments(gradients, elementwise=not self.total))
 
     def finish(self, merged: object) -> Tree:
@@ -155,7 +153,6 @@ class NoiseScale(Reduction):
         return _moments(gradients, elementwise=False)
 
     def finish(self, merged: object) -> NoiseScaleEstimate:
-        """Return the estimate."""
         leaves: list[Moments] = flatten(merged)[0]
         n, trace = leaves[0].n, _trace(leaves, 1)
         squares = [_by_output(leaf.mean.square(), leaf.m2.numel()).sum(1).view(trace.shape) for leaf in leaves]

@@ -15,7 +15,7 @@ from persample.factors import Factor, Op
 from persample.gradients import Gradients, ParamSpec, squared_norms_per_factor
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
-from persample.reductions.metric import check_metric, in_metric, scaled_by_metric
+from persample.reductions.norms import check_metric, in_metric, scaled_by_metric
 from persample.utils.numerics import root
 from persample.utils.trees import Tree, flatten, leaves_like, on_one_line, structure
 
@@ -132,12 +132,7 @@ class Gram(Reduction):
         return self._summed(self.factors(merged), self._others(merged))
 
     def block(self, left: object, right: object) -> Tensor:
-        """Return the pairs of some samples with others, ``[B, B']``.
-
-        Args:
-            left: the merged leaves of some samples.
-            right: those of the others.
-        """
+        """Return the pairs of the merged leaves of some samples with those of others, ``[B, B']``."""
         return self._summed(self.factors(left), self.factors(right))
 
     def _summed(self, factors: Sequence[Factor], others: Sequence[Factor] | None) -> Tensor:

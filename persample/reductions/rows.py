@@ -10,7 +10,7 @@ from persample.factors import Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Stacked
 from persample.reductions.base import Reduction
-from persample.reductions.metric import check_metric, in_metric
+from persample.reductions.norms import check_metric, in_metric
 from persample.utils.numerics import accumulate_dtype, widest
 from persample.utils.trees import Tree, tree_map
 
@@ -19,7 +19,6 @@ class PerSample(Reduction):
     """A reduction with one row per sample: chunks are concatenated."""
 
     def finish(self, merged: object) -> Tree:
-        """Return the rows of all samples."""
         return tree_map(Stacked.finish, merged)
 
 
@@ -39,7 +38,6 @@ class Stack(PerSample):
     returns_rows = True
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the factors."""
         pairs = zip(gradients.factors, gradients.spec.dtypes, strict=True)
         return gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs])
 
@@ -64,11 +62,9 @@ class Factored(Reduction):
     uses: ClassVar[frozenset[Op]] = frozenset()
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the factors."""
         return gradients.spec.tree([Stacked(factor) for factor in gradients.factors])
 
     def finish(self, merged: object) -> Tree:
-        """Return the factors of all samples."""
         return tree_map(Stacked.concatenated, merged)
 
 
@@ -102,11 +98,9 @@ class Norm(PerSample):
     live: ClassVar[tuple[str, ...]] = ("metric",)
 
     def check(self, spec: ParamSpec) -> None:
-        """Raise an error if the metric is not like the parameters."""
         check_metric(self.metric, spec)
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the norms."""
         dtypes, gradients = gradients.spec.dtypes, in_metric(gradients, self.metric)
         if not self.per_param:
             return Stacked(gradients.norms, widest(dtypes))
@@ -143,7 +137,6 @@ class TermNorm(PerSample):
     rows_of_samples = True
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the norms of terms."""
         pairs = zip(gradients.term_norms or (), gradients.spec.dtypes, strict=True)
         return gradients.spec.tree([Stacked(norms, accumulate_dtype(dtype)) for norms, dtype in pairs])
 
@@ -162,7 +155,6 @@ class Loss(PerSample):
     uses: ClassVar[frozenset[Op]] = frozenset()
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the losses."""
         return Stacked(gradients.losses)
 
 
@@ -186,7 +178,6 @@ class Aux(PerSample):
     rows_of_samples = True
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the stacked aux."""
         if not gradients.has_aux:
             raise LossError("Aux(): expected loss_fn to return (loss, aux), received a loss alone. Return both.")
         return tree_map(Stacked, gradients.aux)
@@ -211,7 +202,6 @@ class UnitIds(PerSample):
     returns_ids = True
 
     def lift(self, gradients: Gradients) -> Tree:
-        """Return the ids."""
         if gradients.unit_ids is None:
             received = "the size of units, which have no ids but their places" if gradients.are_of_units else "none"
             fix = "Pass unit=ids, one id for each sample, or leave UnitIds() out."

@@ -88,9 +88,10 @@ class NaturalGradient(Solution):
             expected, fix = "'gram' or 'qr'", "Pick one of them."
             raise ArgumentError.about("solver", expected=expected, received=repr(self.solver), fix=fix)
         object.__setattr__(self, "targets", _as_tensor(self.targets))
-        known = self.targets is None or callable(self.targets)
-        if not known and not (isinstance(self.targets, Tensor) and _is_real(self.targets)):
-            received = self.targets if not isinstance(self.targets, Tensor) else _described(self.targets)
+        x: Tree = self.targets
+        is_real = isinstance(x, Tensor) and x.ndim in {1, 2} and not x.is_complex()
+        if not (is_real or x is None or callable(x)):
+            received = _described(x) if isinstance(x, Tensor) else x
             raise self._rejected(
                 "a real tensor [B] ([B, K] of K outputs), or a function of one sample's aux", f"{received}"
             )
@@ -101,7 +102,6 @@ class NaturalGradient(Solution):
 
     @property
     def uses(self) -> frozenset[Op]:  # type: ignore[override]
-        """The operations of factors."""
         solved = super().uses if self.solver == "gram" else frozenset({Op.materialize})
         return solved | ({Op.dot} if self.previous is not None else set())
 
@@ -114,11 +114,13 @@ class NaturalGradient(Solution):
     def lift(self, gradients: Gradients) -> Tree:
         """Return factors, weights, and targets that are read from aux."""
         pairs = zip(gradients.weighted_factors, gradients.spec.dtypes, strict=True)
+        from_aux, losses = callable(self.targets), gradients.losses
+        targets = self._from_aux(gradients) if from_aux else torch.ones_like(losses, dtype=torch.float64)
         return {
             "factors": gradients.spec.tree([Stacked(factor, dtype) for factor, dtype in pairs]),
             "weights": weights_of(gradients),
             "is_weighted": AnyOf(gradients.weights is not None),
-            "targets": Stacked(self._from_aux(gradients) if callable(self.targets) else _ones(gradients)),
+            "targets": Stacked(targets),
         }
 
     def _from_aux(self, gradients: Gradients) -> Tensor:
@@ -269,14 +271,6 @@ def _as_tensor(targets: object) -> Tree:
         return torch.as_tensor(targets, dtype=None if isinstance(targets, np.ndarray) else torch.float64, device="cpu")
     except (TypeError, ValueError):
         return targets
-
-
-def _ones(gradients: Gradients) -> Tensor:
-    return torch.ones_like(gradients.losses, dtype=torch.float64)
-
-
-def _is_real(x: Tensor) -> bool:
-    return x.ndim in {1, 2} and not x.is_complex()
 
 
 def _described(x: object) -> str:

@@ -16,8 +16,7 @@ from persample.factors import Op
 from persample.gradients import Gradients, ParamSpec
 from persample.merge import Summed
 from persample.reductions.base import Average, SumOverSamples
-from persample.reductions.groups import group_names, scales_of_groups
-from persample.reductions.metric import check_metric, in_metric, largest_root
+from persample.reductions.norms import check_metric, group_names, in_metric, largest_root, scales_of_groups
 from persample.utils.numerics import accumulate_dtype
 from persample.utils.tracing import are_plain
 from persample.utils.trees import Tree
@@ -35,7 +34,6 @@ class _ScaledSum(SumOverSamples):
         return [None] * len(gradients.factors)
 
     def sums(self, gradients: Gradients) -> Tree:
-        """Return the scaled sums of one chunk."""
         dtypes = gradients.spec.dtypes
         sums = gradients.sums(self.scales(gradients), list(map(accumulate_dtype, dtypes)))
         return gradients.spec.tree([Summed(total, dtype) for total, dtype in zip(sums, dtypes, strict=True)])
@@ -208,7 +206,6 @@ class WeightedSum(_ScaledSum):
             group_names(list(self.weight_fn), spec.paths, "weight_fn")
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
-        """Return f(‖gᵢ‖)."""
         if not (self.per_param or isinstance(self.weight_fn, Mapping)):
             return [_scale_of(gradients.norms, self.weight_fn)] * len(gradients.factors)
         return scales_of_groups(gradients, self.weight_fn, _scale_of, "weight_fn", per_param=self.per_param)
@@ -247,10 +244,7 @@ def _rejected(argument: str, received: str) -> ArgumentError:
 
 
 def largest_norm(
-    bounds: Bound | Rule | Mapping[str, Bound | Rule],
-    num_params: int | Mapping[str, int] | None,
-    *,
-    per_param: bool,
+    bounds: Bound | Rule | Mapping[str, Bound | Rule], num_params: int | Mapping[str, int] | None, *, per_param: bool
 ) -> float:
     """Return the root of the sum of the squared bounds of all groups of parameters, each of which counts once."""
     squares = 0.0

@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from persample.errors import ArgumentError
 from persample.inputs import Engine
-from persample.losses import (
-    discounted_returns,
-    td_loss,
-    truncated_generalized_advantage_estimation,
-)
+from persample.losses import discounted_returns, td_loss, truncated_generalized_advantage_estimation
 from persample.per_sample import per_sample_grads
 from persample.reductions import ClippedMean, Dot, Loss, Mean, NaturalGradient, Norm
 from persample.rl.environments import Envs, check_number

@@ -170,28 +170,13 @@ class RandomWalk(gymnasium.Env[Any, Any]):
         return 1.0, s_t, float(s_t == end), s_t in {0, end}
 
     def reset(self, *, seed: int | None = None, options: Infos | None = None) -> tuple[int, Infos]:
-        """Begin an episode in the middle.
-
-        Args:
-            seed: unused, as the environment is deterministic.
-            options: none.
-
-        Returns:
-            The state, and an empty info.
-        """
+        """Begin an episode in the middle; return the state and an empty info. Seed and options have no effect."""
         super().reset(seed=seed, options=options)
         self.state = self.middle
         return self.state, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, Infos]:
-        """Move left or right.
-
-        Args:
-            action: 0 or 1.
-
-        Returns:
-            The state, the reward, whether the episode terminated, False, and an empty info.
-        """
+        """Move left (0) or right (1); return the state, the reward, whether it terminated, False, and an empty info."""
         _, self.state, reward, terminated = self.P[self.state][int(action)][0]
         return self.state, reward, terminated, False, {}
 

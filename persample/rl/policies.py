@@ -232,12 +232,10 @@ class ActorCritic(nn.Module):
 
 
 class Evaluation(nn.Module):
-    """A value function and the policy that it evaluates.
+    """A value function, from observations to ``[*, 1]``, and the policy that it evaluates.
 
-    Args:
-        value: from observations to ``[*, 1]``.
-        probabilities: π(a|s), ``[S, A]``, or ``[1, A]`` for a policy that is equal in all states.
-        exact: the policy's exact values, ``[S]``; ``[0]`` if they are unknown.
+    Its probabilities π(a|s) are ``[S, A]``, or ``[1, A]`` if they are equal in all states; its exact values ``[S]``, or
+    ``[0]`` if they are unknown.
     """
 
     probabilities: Tensor

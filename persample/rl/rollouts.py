@@ -50,12 +50,7 @@ class Transitions(NamedTuple):
 
 
 def collect_transitions(
-    envs: Envs,
-    policy: Policy | Network,
-    num_transitions: int,
-    *,
-    discount: float = 0.99,
-    seed: int,
+    envs: Envs, policy: Policy | Network, num_transitions: int, *, discount: float = 0.99, seed: int
 ) -> Transitions:
     """Collect a given number of transitions of a policy, in every autoreset mode of the environments.
 

@@ -114,11 +114,7 @@ class Trainer:
         return self.solved or self.steps >= self.last_step
 
     def update(self) -> Row:
-        """Make one update of the parameters.
-
-        Returns:
-            The metrics of the update by name, also the last row of ``history``.
-        """
+        """Make one update of the parameters; return its metrics by name, also the last row of ``history``."""
         seed = np.random.SeedSequence([self.seed, len(self.history)]).generate_state(1, np.uint64)[0] >> 1
         batch = self.algorithm.collect(self.network, self.envs, int(seed))
         update = self.algorithm.update(self.network, batch.samples, self.engine)

@@ -65,28 +65,16 @@ class RandomStream:
 
 @dataclass(frozen=True)
 class BatchLift:
-    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves.
+    """The gradients of one batch, chunk by chunk, lifted to mergeable leaves."""
 
-    Args:
-        losses: the user's loss, or losses, by name.
-        params: the user's parameters.
-        wanted: the reductions.
-        options: ``in_dims``, ``keep_batch_dim``, ``randomness``, ``outputs`` and ``memory``.
-        chunk_size: the number of samples processed at a time, or None for a whole batch.
-        engine: the name of the engine.
-        random: the random numbers that the loss draws.
-        repeats: whether programs of earlier batches may answer.
-        units: the units of the stream.
-    """
-
-    losses: Mapping[Any, Callable[..., Tree]]
+    losses: Mapping[Any, Callable[..., Tree]]  # the user's loss, or losses, by name
     params: Tree
     wanted: list[Reduction]
-    options: dict[str, Any]
-    chunk_size: int | None
+    options: dict[str, Any]  # ``in_dims``, ``keep_batch_dim``, ``randomness``, ``outputs`` and ``memory``
+    chunk_size: int | None  # the number of samples processed at a time, or None for a whole batch
     engine: str
-    random: RandomStream
-    repeats: bool
+    random: RandomStream  # the random numbers that the loss draws
+    repeats: bool  # whether programs of earlier batches may answer
     units: UnitStream
 
     def __call__(self, batch: Batch, receive: Callable[[Tree, Call], object]) -> list[Call]:

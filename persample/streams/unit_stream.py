@@ -20,13 +20,7 @@ from persample.utils.trees import Leaf
 
 
 class UnitStream:
-    """The units of one call of ``accumulate``.
-
-    Args:
-        reduce: "sum" or "mean".
-        wanted: the reductions.
-        waits: whether the last unit of a batch may continue in the next one.
-    """
+    """The units of one call of ``accumulate``; if ``waits``, the last unit of a batch may continue in the next one."""
 
     def __init__(self, reduce: UnitReduce, wanted: Sequence[Reduction], *, waits: bool) -> None:
         self.reduce, self.wanted, self.waits = reduce, wanted, waits

@@ -240,7 +240,4 @@ _OWN: _States = [
     ),
     (_torch.frame_callback_state, _torch.set_eval_frame),
 ]
-_SHARED: _States = [
-    (_torch.dispatch_flags, _torch.set_dispatch_flags),
-    (_torch.forward_levels, _leave_forward_mode),
-]
+_SHARED: _States = [(_torch.dispatch_flags, _torch.set_dispatch_flags), (_torch.forward_levels, _leave_forward_mode)]

@@ -13,22 +13,9 @@ from persample.utils.trees import Tree
 
 
 def time_rounds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Time several functions side by side: one warm-up each, then rounds in which each runs once.
+    """Return the seconds of each function, by name: one warm-up each, then rounds in which each runs once.
 
     Alternating calls share the slow phases of the machine, so that the ratios of their times hold.
-
-    Args:
-        calls: the functions, by name.
-        rounds: how many times each is timed.
-
-    Returns:
-        The seconds of every round, by name.
-
-    Examples:
-        >>> import torch
-        >>> seconds = time_rounds({"sum": lambda: torch.ones(10).sum()}, rounds=3)
-        >>> len(seconds["sum"]), min(seconds["sum"]) > 0
-        (3, True)
     """
     for call in calls.values():
         call()
@@ -54,12 +41,6 @@ def peak_memory(call: Callable[[], object]) -> int:
 
     They are the running sum of the profiler's memory events. They count torch's allocator, results included, not the
     process: they are exact, and equal in every run.
-
-    Args:
-        call: the function.
-
-    Returns:
-        The bytes.
 
     Examples:
         >>> import torch

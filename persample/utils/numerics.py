@@ -83,10 +83,7 @@ def in_single_precision(x: Tensor) -> Tensor:
 def precast(
     cast: Callable[[Tensor], Tensor], device: torch.device, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Call a function without autocast, on tensors that are cast here.
-
-    Under autocast torch.func differentiates no kernel; and it decomposes some functions before autocast sees them.
-    """
+    """Call a function without autocast, on tensors cast here: under autocast torch.func differentiates no kernel."""
     args, kwargs = map_tensors(cast, (args, kwargs))
     with full_precision(device):
         return function(*args, **kwargs)

@@ -25,12 +25,9 @@ def is_users(error: BaseException, handled: BaseException | None) -> bool:
     """Return whether an error is the user's own, so that calling the loss in another way would raise it again.
 
     An error is the user's if code outside of torch and of this library raised it, on purpose or by an operation of
-    Python (a missing key). It is not the user's if torch raised it when the user's code called torch, or
-    if it was raised while an error that is not the user's was handled.
-
-    Args:
-        error: the error.
-        handled: ``sys.exc_info()[1]`` before the ``try``; the same in all functions below.
+    Python (a missing key). It is not the user's if torch raised it when the user's code called torch, or if it was
+    raised while an error that is not the user's was handled. ``handled`` is ``sys.exc_info()[1]`` before the ``try``,
+    here and in all functions below.
 
     Examples:
         >>> def error_of(function):

@@ -50,19 +50,12 @@ flags = _Flags()
 
 @dataclass(frozen=True)
 class Trace:
-    """The state of one trace; it is an attribute of the trace's fake tensor mode, which torch keeps on its own stack.
+    """The state of one trace, an attribute of the trace's fake tensor mode, which torch keeps on its own stack."""
 
-    Args:
-        any_size: whether the program will serve any number of samples, so that it cannot loop over blocks of samples.
-        compiles: whether the graph will be compiled; else it runs operation by operation, as eager code does.
-        exceptions: 0-d bool tensors; if one of them is true, the results of the program are invalid.
-        block_sizes: the numbers of gradient elements written out at a time where ``any_size`` forbade a loop.
-    """
-
-    any_size: bool = False
-    compiles: bool = True
-    exceptions: list[Tensor] = field(default_factory=list)
-    block_sizes: list[int] = field(default_factory=list)
+    any_size: bool = False  # whether it serves any number of samples, and so cannot loop over blocks of them
+    compiles: bool = True  # whether the graph will be compiled; else it runs operation by operation, as eager code does
+    exceptions: list[Tensor] = field(default_factory=list)  # 0-d bool tensors: if one is true, the results are invalid
+    block_sizes: list[int] = field(default_factory=list)  # the most elements written out at a time
 
     def fake_tensors(self) -> FakeTensorMode:
         """Return the fake tensor mode to trace under, in which new tensors have shapes but no values."""

@@ -163,10 +163,7 @@ def broadcast_prefix(prefix: object, spec: TreeSpec) -> list[Leaf] | None:
 
 
 def leaves_like(tree: object, spec: TreeSpec) -> list[Leaf] | None:
-    """Return the subtrees of a tree at the leaves of another structure, in its order; None if the tree does not fit.
-
-    Dicts match by key, in any order.
-    """
+    """Return the subtrees at the leaves of another structure, dicts by key; None if the tree does not fit."""
     try:
         return spec.flatten_up_to(tree)
     except ValueError:

@@ -138,8 +138,7 @@ class _WriteGuard(TorchFunctionMode):
 def refuse_writes(func: Function, args: Args, kwargs: Options) -> None:
     """Refuse a write into parameters, or into what their modules hold; only clones of buffers may be written into.
 
-    Raises:
-        LossError: if the function would write; also when the loss returns, for torch or the loss may catch the error.
+    The ``LossError`` is raised again when the loss returns, for torch or the loss may catch it.
     """
     owner = flags.owner
     for x in written_tensors(func, args, kwargs) if owner is not None else ():

@@ -129,10 +129,7 @@ def _is_row_number(part: object) -> bool:
 
 
 def getitem(x: Tensor, index: Leaf) -> Tensor:
-    """Index a tensor without reading the values of 0-d indices, which vmap and traces forbid.
-
-    torch reads the value of a 0-d index i. It does not read [i], which leaves an axis of 1 to be removed.
-    """
+    """Index a tensor without reading 0-d indices i, which vmap and traces forbid: by [i], whose axis is removed."""
     parts: list[Leaf] = list(index) if isinstance(index, tuple) else [index]
     scalars = [isinstance(part, Tensor) and not part.ndim and is_unreadable(part) for part in parts]
     if not any(scalars) or any(isinstance(part, bool) or getattr(part, "dtype", None) in _MASKS for part in parts):

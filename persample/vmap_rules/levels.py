@@ -45,10 +45,7 @@ Options: TypeAlias = Mapping[str, Leaf]
 
 
 class SecondDerivativeError(RuntimeError):
-    """A hand-written gradient was differentiated again, for example by ``autograd.grad`` inside a loss.
-
-    That shows only in the backward pass. ``VmapRules(differentiated_by="any")`` serves such a loss.
-    """
+    """A hand-written gradient was differentiated again; ``VmapRules(differentiated_by="any")`` serves such a loss."""
 
 
 def is_differentiated_once(by: DifferentiatedBy) -> bool:
@@ -91,15 +88,9 @@ def call_kernel(
 ) -> tuple[Tensor, ...]:
     """Call a kernel whose gradient is hand-written, and return its first results; a loss may differentiate these once.
 
-    Args:
-        kernel: the kernel.
-        gradients: from (which tensors need a gradient, the gradients of the results that are returned or None, the
-            tensors, the results) to the gradients of the tensors. It is called once, so it may overwrite the results
-            that are not returned.
-        *tensors: the arguments of the kernel.
-        unneeded: how many of the first tensors are not passed to ``gradients``, so that they need not be saved.
-        returned: how many results are returned.
-        reads_returned: whether these are passed to ``gradients``, too; if not, the loss may write into them.
+    ``gradients`` is called once, with (which tensors need a gradient, the gradients of the ``returned`` results or
+    None, the tensors but the first ``unneeded``, the results), and may overwrite results that are not returned. Those
+    that are it gets only if ``reads_returned``; if not, the loss may write into them.
     """
     grads = (x.level() for x in retrieve_all_functorch_interpreters() if x.key().name == "Grad")
     level = next(grads, 0)  # 0: plain autograd differentiates

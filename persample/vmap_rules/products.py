@@ -65,17 +65,11 @@ _WRITTEN = "addbmm", "addcdiv", "addcmul", "addmm", "addmv", "addr", "baddbmm", 
 
 
 class LinearEinsum(NamedTuple):
-    """How an einsum of a matrix and another tensor is a linear layer.
+    """How an einsum of a matrix and another tensor is a linear layer."""
 
-    Args:
-        transposed: whether the layer's weight ``[o, i]`` is the transpose of the matrix.
-        contracted: the axis of the other tensor that the layer takes for its last, counted from the end; negative.
-        made: the axis of the result that is the layer's last, likewise.
-    """
-
-    transposed: bool
-    contracted: int
-    made: int
+    transposed: bool  # whether the layer's weight ``[o, i]`` is the transpose of the matrix
+    contracted: int  # the axis of the other tensor that the layer takes for its last, counted from the end; negative
+    made: int  # the axis of the result that is the layer's last, likewise
 
 
 @functools.lru_cache
@@ -257,6 +251,4 @@ RULES: Rules = {
 }
 
 
-FIRST_DERIVATIVE_RULES: Rules = {
-    torch.cdist: functools.partial(_cdist, _distances_by_kernel),
-}
+FIRST_DERIVATIVE_RULES: Rules = {torch.cdist: functools.partial(_cdist, _distances_by_kernel)}

@@ -24,17 +24,7 @@ from persample.utils.numerics import autocast, is_autocast, precast
 from persample.utils.tracing import is_batched, is_for_compiler
 from persample.utils.trees import Leaf
 from persample.vmap_rules.levels import Function, Rules, call_kernel
-from persample.vmap_rules.recurrent_steps import (
-    GRU,
-    LSTM,
-    RNN_RELU,
-    RNN_TANH,
-    Cell,
-    States,
-    looped,
-    one_step,
-    repeated,
-)
+from persample.vmap_rules.recurrent_steps import GRU, LSTM, RNN_RELU, RNN_TANH, Cell, States, looped, one_step, repeated
 
 # Runs one layer, as ``unrolled`` does, of a cell; or, of the functions below, of the arguments behind the cell.
 _Recurrence: TypeAlias = Callable[..., tuple[Tensor, ...]]
@@ -65,16 +55,10 @@ def unrolled(
 ) -> tuple[Tensor, ...]:
     """Run a recurrence operation by operation: with any cell, under any transforms.
 
-    Args:
-        cell: one step.
-        x: the inputs, ``[T, N, I]``.
-        initial: the state before the first step, ``[1, N, H]`` each.
-        weights: W ``[G, I]`` and W' ``[G, H]``, b and b' ``[G]`` if there are biases, and the matrix ``[P, H]`` that
-            projects the state if there is one: then a step is not elementwise, and P takes the place of H elsewhere.
-        linear: computes products with the weights, as ``F.linear``.
-
-    Returns:
-        The outputs of all steps, ``[T, N, H]``, and the state after the last step, ``[N, H]`` each.
+    Inputs are ``[T, N, I]``, the state before the first step ``[1, N, H]`` each; the weights W ``[G, I]`` and W' ``[G,
+    H]``, b and b' ``[G]`` if there are biases, and the matrix ``[P, H]`` that projects the state if there is one: then
+    a step is not elementwise, and P takes the place of H elsewhere. ``linear`` computes products as ``F.linear``.
+    Returns the outputs of all steps, ``[T, N, H]``, and the state after the last step, ``[N, H]`` each.
     """
     if len(weights) % 2:
         *weights, projection = weights
@@ -101,8 +85,7 @@ def _projected(cell: Cell, weight: Tensor, linear: Callable[..., Tensor]) -> Cel
 def scan_kernel(cell: Cell, size: int, *args: Tensor) -> tuple[Tensor, ...]:
     """Compute all steps from the ``size`` tensors of the initial state, the biases if any, the inputs, and the weights.
 
-    Returns:
-        The outputs, the rest of the last state, and of each step the state before it and what the cell kept.
+    Returns the outputs, the rest of the last state, and of each step the state before it and what the cell kept.
     """
     initial, (*biases, x, w_ih, w_hh) = args[:size], args[size:]
     *biases, w_ih, w_hh = (w[(0,) * (x.ndim - 3)] for w in (*biases, w_ih, w_hh))  # all samples share them
@@ -137,17 +120,10 @@ def scan_signals(
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
     """Compute the signals at the gates, by a scan of the steps in reverse.
 
-    Args:
-        cell: one step.
-        grads: the gradients of the outputs and of the rest of the last state, or None.
-        w_ih: W, one for all samples: ``[*samples, G, I]``.
-        w_hh: W', likewise.
-        kept: what ``scan_kernel`` kept.
-        needs_x: whether the inputs need a gradient.
-
-    Returns:
-        The gradients of the initial state, that of the inputs or None, and the signals at the gates of the inputs and
-        at those of the state, ``[*samples, T, N, G]``.
+    ``grads`` are the gradients of the outputs and of the rest of the last state, or None; W and W' have one matrix for
+    all samples, ``[*samples, G, I]``; ``kept`` is what ``scan_kernel`` kept. Returns the gradients of the initial
+    state, that of the inputs or None, and the signals at the gates of the inputs and of the state, ``[*samples, T, N,
+    G]``.
     """
     grad, *others = grads
     w_ih, w_hh = (w[(0,) * (kept[0].ndim - 3)] for w in (w_ih, w_hh))
@@ -270,10 +246,7 @@ def recurrent_rule(
 ) -> Function | None:
     """Return the rule of what ``nn.GRU``, ``nn.GRUCell`` and their like call, or None for any other function.
 
-    Args:
-        function: the function of torch.
-        recurrence: runs one layer.
-        linear: computes the gates of one step of a cell.
+    ``recurrence`` runs one layer; ``linear`` computes the gates of one step of a cell.
     """
     if function in _SEQUENCES:
         return partial(_sequence, partial(recurrence, _SEQUENCES[function]))

@@ -17,21 +17,17 @@ _tanh_backward = torch.ops.aten.tanh_backward.default
 
 
 class Cell(NamedTuple):
-    """A cell h' = f(x, a, h, ...), elementwise: x are the gates of an input, a those of the state h.
+    """A cell h' = f(x, a, h, ...), elementwise: x are the gates of an input, a those of the state h."""
 
-    Args:
-        step: (x, a, *state) → the next state, and what ``derivatives`` needs of this step; (x + a, *state) if x and a
-            are only read as their sum.
-        derivatives: (*states before each step, *what the steps kept), ``[T, N, ·]`` → derivatives, ``[T, N, ...]``.
-        back: (the own gradient of the h before a step, the gradients of the state after it, *its derivatives) → the
-            signals at the gates, those of a first; the gradients of the state before, without what a passes on to h.
-        at_inputs: all signals at the gates → those of x; None if x and a are only read as their sum.
-    """
-
+    # (x, a, *state) → the next state, and what ``derivatives`` needs of this step; (x + a, *state) if x and a are only
+    # read as their sum
     step: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    # (*states before each step, *what the steps kept), ``[T, N, ·]`` → derivatives, ``[T, N, ...]``
     derivatives: Callable[..., tuple[Tensor, ...]]
+    # (the own gradient of the h before a step, the gradients of the state after it, *its derivatives) → the signals at
+    # the gates, those of a first; the gradients of the state before, without what a passes on to h
     back: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-    at_inputs: Callable[[Tensor], Tensor] | None = None
+    at_inputs: Callable[[Tensor], Tensor] | None = None  # all signals → those of x; None if only x + a is read
 
 
 def one_step(cell: Cell, x: Tensor, a: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
@@ -117,8 +113,7 @@ def repeated(
 ) -> States:
     """Run a recurrence over the rows of sequences ``[T, ...]``, under any transforms.
 
-    Returns:
-        The last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
+    Returns the last state, and what all steps kept, ``[T, ...]`` each, in the order of the rows.
     """
     rows = list(zip(*(x.unbind(0) for x in sequences), strict=True))
     kept = []

@@ -223,7 +223,7 @@ WRONG = {  # and what the finding names
         r"cosine_similarity",
     ),
     "norm of the batch": (lambda m, x: m(x).norm(), nn.Linear(D, D), (X,), r"norm"),
-    "no gradient": (lambda m, x: m(x).square().sum() * 0, nn.Linear(D, D), (X,), r"are 0 or NaN"),
+    "no gradient": (lambda m, x: m(x).square().sum() * 0, nn.Linear(D, D), (X,), r"of all 4 samples read are 0 or NaN"),
 }
 
 
@@ -325,8 +325,16 @@ def test_dropout_random_numbers_and_weights_are_noted():
     noisy = check(lambda w, x: (w * (x + torch.randn_like(x))).sum(), torch.ones(D), X, engines=())
     assert noisy.ok
     assert "draws random numbers: samples together are not compared" in noisy.notes[0]
-    tokens = check(*RIGHT["a mean over tokens"], engines=())
-    assert any("count with weights 0.0909, 0.182, 0.364, 0.364, first at Tensor" in note for note in tokens.notes)
+
+
+def test_weights_are_noted_with_the_line_that_makes_them():
+    def tested(m, x, mask):
+        mask.bool().all()  # asked of all samples, as transformers does
+        return masked_tokens(m, x, mask)
+
+    found = check(tested, *RIGHT["a mean over tokens"][1:], engines=())
+    said = r"count with weights 0\.0909, 0\.182, 0\.364, 0\.364, first at Tensor\.div, in masked_tokens"
+    assert any(re.search(said, note) for note in found.notes), found
 
 
 def test_weights_that_depend_on_the_batch_are_noted_with_their_line():

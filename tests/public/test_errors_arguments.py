@@ -82,7 +82,7 @@ def test_loss_fn_that_takes_too_few_arguments():
 
 
 def test_loss_fn_that_wants_more_than_the_one_argument_of_a_dict():
-    words = ("loss_fn:", "params and 1 argument(s)", "missing a required argument: 'r'", "passed as one argument")
+    words = ("loss_fn:", "params and 1 argument(s)", "missing a required argument: 'r'", "pass tuple(batch) or")
     refuse(*words, loss_fn=lambda w, s, r: w @ s * r, batch={"s": X, "r": X[:, 0]})
 
 
@@ -157,7 +157,12 @@ def test_batch_norm_in_eval_mode_or_without_statistics_works(engine):
     [
         (
             (X, {"r": X[:3]}),
-            ("one common batch size", "batch[0]: 4, batch[1]['r']: 3", "None in in_dims", "accumulate({name: loss}"),
+            (
+                "one common batch size",
+                "batch[0]: 4, batch[1]['r']: 3",
+                "set in_dims: an axis, or None",
+                "accumulate({name: loss}",
+            ),
         ),
         ({"s": X, "r": X[:1, 0]}, ("one common batch size", "batch['s']: 4, batch['r']: 1")),
         ([X, X[:2]], ("batch[0]: 4, batch[1]: 2", "Pad episodes", "pad_sequence", "mask")),

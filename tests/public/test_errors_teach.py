@@ -81,6 +81,14 @@ def test_a_tree_of_parameters_is_no_model(params, kind, engine):
         per_sample_grads(classify, params, (IMAGES, CLASSES), engine=engine)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_come_first(engine):
+    with pytest.raises(
+        TypeError, match=r"'Tensor' object is not callable\nparams come first .* loss_fn\(model, x, y\)"
+    ):
+        per_sample_grads(lambda x, y, model: classify(model, x, y), cnn(), (IMAGES, CLASSES), engine=engine)
+
+
 @pytest.mark.parametrize("engine", ["eager", "traced", "loop"])
 def test_labels_in_a_list_are_no_tensor(engine):
     with pytest.raises(TypeError, match=r"(?s)A list of numbers in the batch is not one tensor.*torch\.tensor"):
@@ -290,7 +298,7 @@ CALLS = {
     "arrays apart": (lambda: per_sample_grads(classify, MLP, IMAGES, np.ones(4)), r"pass \(x, y\), not x, y"),
     "x without y": (
         lambda: per_sample_grads(classify, MLP, IMAGES),
-        r"loss_fn: .*\(missing a required argument: 'y'\).*a plain tuple is unpacked into several",
+        r"loss_fn: .*\(missing a required argument: 'y'\).*a plain tuple several\. .*pass \[batch\] for one",
     ),
     "the model before the loss": (
         lambda: per_sample_grads(MLP, squares, torch.ones(4, 3)),

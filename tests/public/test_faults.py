@@ -390,25 +390,25 @@ WHILE_TRACING = {
     ),
     "zeros of fake tensors": Fault("engines/compiled/bounds.py: aten_efficientzerotensor", of_fake_zeros()),
     "avg_pool2d": Fault(
-        "engines/compiled/kernels.py: _MEANS",
+        "engines/compiled/lower.py: _MEANS",
         compiled_gradient(lambda x: F.avg_pool2d(x, 2, ceil_mode=True).sum(), numbers(1, 1, 3, 3)),
         issue=198119,
     ),
     "interpolate": Fault(
-        "engines/compiled/kernels.py: _is_scaled",
+        "engines/compiled/lower.py: _is_scaled",
         compiled(lambda x: F.interpolate(x, scale_factor=1.2), numbers(1, 1, 2, 4)),
         issue=198201,
     ),
     "rand": Fault("engines/compiled/lower.py: _DRAWS", of_double(lambda: torch.rand(2))),
     "loops from C++": Fault("engines/compiled/lower.py: has_loops", survives(LOOP_FROM_CPP)),
     "soft_margin_loss": Fault(
-        "engines/compiled/kernels.py: _ROUNDED",
+        "engines/compiled/lower.py: _ROUNDED",
         compiled_gradient(lambda x: 1e16 * F.soft_margin_loss(x, torch.ones_like(x)), 36 + WEIGHTS[:1] * 0),
     ),
     "parts of complex matrices": Fault(
-        "engines/compiled/kernels.py: _WRITTEN",
+        "engines/compiled/lower.py: _WRITTEN",
         without(
-            "engines.compiled.kernels._LEFT_TO_TORCH",
+            "engines.compiled.lower._LEFT_TO_TORCH",
             {},
             of_complex_parts,
             WEIGHTS[0],
@@ -436,12 +436,12 @@ WHILE_TRACING = {
         issue=185509,
     ),
     "multilabel_margin_loss": Fault(
-        "engines/compiled/kernels.py: multilabel_margin_loss_forward",
+        "engines/compiled/lower.py: multilabel_margin_loss_forward",
         compiled(lambda x: F.multilabel_margin_loss(x, torch.tensor([2, -1, 0])), WEIGHTS),
         mended="2.14",
     ),
     "pow": Fault(
-        "engines/compiled/kernels.py: _power",
+        "engines/compiled/lower.py: _power",
         compiled(lambda x: x * 2 ** torch.tensor([2, 3, 0]), WEIGHTS, cpp_wrapper=True),
         mended="2.15",
     ),

@@ -30,9 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
 from persample import _torch
-from persample.engines import newer_torch
+from persample.engines import fallback
+from persample.engines.compiled.batchable import _SIZE
 from persample.engines.compiled.capture import MOST_CAPTURES
-from persample.engines.compiled.kept import _SIZE
 from persample.engines.layers.shared import Vmap
 from persample.engines.uncompiled import eager
 from persample.errors import KNOWN_TORCH_VERSIONS, TorchVersionError, TorchVersionWarning
@@ -1404,10 +1404,10 @@ WRONG = {
 def newer(monkeypatch):
     """A torch newer than the tested ones."""
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("99.1.0"))
-    newer_torch.changed.cache_clear()
+    fallback.changed.cache_clear()
     ps.clear_cache()
     yield
-    newer_torch.changed.cache_clear()
+    fallback.changed.cache_clear()
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -1439,7 +1439,7 @@ def test_a_newer_torch_that_does_the_same_is_used_without_a_warning(newer):
     vmap(lambda w: ps.per_sample_grads(lambda w, x: (w @ x) ** 2, w, args[1]))(args[0][None])  # others are active
     ps.per_sample_grads(lambda w, x: (w @ x) ** 2, *args)
     ps.per_sample_grads(lambda w, x: (w @ x) ** 2, *args, engine="traced")
-    assert newer_torch.changed(eager) == newer_torch.changed(None) == ""
+    assert fallback.changed(eager) == fallback.changed(None) == ""
 
 
 def test_the_layers_engine_does_not_hide_a_missing_name(monkeypatch):

@@ -6,15 +6,3 @@ from persample.engines.compiled.graph import Compilation
 from persample.engines.compiled.programs import clear_cache, compilations_of
 
 PROGRAMS = ("traced", "compiled")  # the engines of captured losses
-
-__all__ = [
-    "PROGRAMS",
-    "Asked",
-    "Compilation",
-    "FlatParams",
-    "clear_cache",
-    "compilations_of",
-    "compiled",
-    "lift_compiled",
-    "repeated",
-]

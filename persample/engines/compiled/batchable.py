@@ -3,13 +3,19 @@
 Dynamo records what torch.compile supports, and torch.func lacks some of it: activation checkpoints, old-style
 ``autograd.Function``s, ``.item()``, writes of per-sample values into a tensor that the loss made for all samples. It
 also records the levels of inner transforms as constants, though these lie above our own levels here.
+
+What a loss keeps outside, such as a count of its calls, is a result of the graph, and Dynamo stores there what the
+graph returns for it. Numbers of Python must be computed apart, because torch.func takes none. So must tensors that
+depend on no argument (NumPy's numbers are such): what stands for a result would be stored, and read by the next call.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +27,9 @@ from persample._torch import (
     GET_DATA,
     LEVEL_ARGUMENT,
     OPENS_LEVEL,
+    SETS_MODE,
+    is_number_input,
+    source_of,
     storage_id,
 )
 from persample.utils.tracing import is_wrapped
@@ -68,10 +77,7 @@ def written_memory(graph: Graph) -> set[int]:
 
 
 def memory_of(node: object) -> int | None:
-    """Return what identifies the memory of a tensor in a graph of Dynamo; None of anything else.
-
-    None also of a tensor of an inner transform, whose example has no memory.
-    """
+    """Return what identifies a tensor's memory in a graph of Dynamo; None of all else, and in inner transforms."""
     example = node.meta.get("example_value") if isinstance(node, Node) else None
     if not isinstance(example, Tensor) or is_wrapped(example):
         return None
@@ -92,17 +98,13 @@ def writes(node: Node) -> bool:
     return is_in_place or node.target in _WRITES or node.kwargs.get("inplace") is True
 
 
-def _nodes(module: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph and of those that it calls."""
-    return itertools.chain.from_iterable(x.graph.nodes for x in module.modules() if isinstance(x, GraphModule))
-
-
 def refused_view(module: GraphModule) -> str | None:
     """Return why a graph cannot be differentiated: a view was taken of a tensor whose shape then changes in place.
 
     torch replays such views with the new shape, so their gradients have another shape.
     """
-    for node in _nodes(module):
+    graphs = (x.graph for x in module.modules() if isinstance(x, GraphModule))  # and those that it calls
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
         name = name_of(node)
         if name in _CHANGES_SHAPE:
             users = node.all_input_nodes[0].users
@@ -208,3 +210,98 @@ def read_inputs(graph: Graph) -> list[int]:
     """Return the places of the inputs of a graph whose values it reads."""
     inputs = graph.find_nodes(op="placeholder")
     return [place for place, node in enumerate(inputs) if any(user.target is _value for user in node.users)]
+
+
+_SIZE = re.compile(r"\.(size\(\)\[\d+\]|stride\(\)\[\d+\]|storage_offset\(\))$")  # they tell calls of one graph apart
+CHANGES_A_NUMBER = "the function changes a number that its result depends on"
+
+
+class Split(NamedTuple):
+    """A graph of Dynamo without its numbers."""
+
+    graph: GraphModule  # the graph that is left, from tensors to tensors
+    used: list[int]  # the places of its inputs among those of the whole graph
+    outputs: dict[int, int]  # the tensors among the outputs of the whole graph: their places among those left
+    kept: list[int]  # the outputs of the whole graph that ``compute`` returns
+    compute: Callable[..., list[object]]  # from the inputs of the whole graph to the outputs that need no argument
+
+
+def split_kept(module: GraphModule) -> Split | None:
+    """Take out of a graph the numbers, and what only they depend on; and tell which outputs depend on no argument.
+
+    The graph is not changed: Dynamo reads it again. None if there are no such numbers and outputs. A ``RuntimeError``
+    if a tensor depends on a number that the function changes: it would be another at every call.
+    """
+    nodes, numbers = list(module.graph.nodes), _numbers(module.graph)
+    results: Tree = module.graph.output_node().args[0]
+    inputs = [x for x in nodes if x.op == "placeholder"]
+    of_tensors = _ancestors([x for x in nodes if x not in numbers])
+    dropped = numbers - of_tensors - {x for x in inputs if _SIZE.search(source_of(x) or "")}
+    of_no_argument = _of_no_argument(module.graph)
+    kept = [place for place, x in enumerate(results) if x in numbers or x in of_no_argument]
+    if not dropped and not kept:
+        return None
+    if _ancestors([x for x in results if x in numbers]) & of_tensors:
+        raise RuntimeError(CHANGES_A_NUMBER)
+    sets_mode = [x for x in nodes if getattr(x.target, "__name__", "") in SETS_MODE]
+    of_kept = _ancestors([*sets_mode, *(results[place] for place in kept)])
+    tensors = [place for place, x in enumerate(results) if x not in numbers]
+    return Split(
+        _part(module, [x for x in nodes if x not in dropped], [results[place] for place in tensors]),
+        [place for place, x in enumerate(inputs) if x not in dropped],
+        {place: n for n, place in enumerate(tensors)},
+        kept,
+        _part(module, of_kept.union(inputs), [results[place] for place in kept]),
+    )
+
+
+def _numbers(graph: Graph) -> set[Node]:
+    """Return the nodes that depend on numbers only; Dynamo passes a float as a tensor, and returns it as one."""
+
+    def is_value(node: Node) -> bool:
+        is_number = not isinstance(node.meta.get("example_value"), Tensor) or node.target is torch.scalar_tensor
+        return is_number and bool(node.all_input_nodes)
+
+    return _made_of(graph, is_number_input, is_value)
+
+
+def _of_no_argument(graph: Graph) -> set[Node]:
+    """Return the nodes that depend on what the function reads elsewhere, and on no argument, transform or write."""
+    written = written_memory(graph)
+
+    def is_read(node: Node) -> bool:
+        return memory_of(node) not in written and "L['args']" not in (source_of(node) or "L['args']")
+
+    def is_value(node: Node) -> bool:
+        uses_level = "functorch" in str(getattr(node.target, "__module__", ""))  # which another node opens
+        return memory_of(node) not in written and not uses_level
+
+    return _made_of(graph, is_read, is_value)
+
+
+def _made_of(graph: Graph, begins: Callable[[Node], bool], goes_on: Callable[[Node], bool]) -> set[Node]:
+    """Return the inputs that ``begins`` admits, and the operations, admitted by ``goes_on``, that take no others."""
+    known = set[Node]()
+    for node in graph.nodes:
+        if begins(node) if node.op == "placeholder" else known.issuperset(node.all_input_nodes) and goes_on(node):
+            known.add(node)
+    return known - {graph.output_node()}
+
+
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
+    found, todo = set[Node](), [x for x in nodes if x.op != "output"]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _part(module: GraphModule, nodes: Collection[Node], results: list[Node]) -> GraphModule:
+    graph, made = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        if node in nodes and node.op != "output":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[x] for x in results])
+    return GraphModule(module, graph)

@@ -13,13 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from persample._torch import (
-    FakeTensor,
-    OpOverload,
-    TorchDispatchMode,
-    aten_efficientzerotensor,
-    schema,
-)
+from persample._torch import FakeTensor, OpOverload, TorchDispatchMode, aten_efficientzerotensor, schema
 from persample.utils.tracing import untraced
 from persample.utils.trees import Leaf, Tree
 
@@ -38,15 +32,12 @@ class Bounds(TorchDispatchMode):
     """Records, for every operation that reads or writes at an index, whether the index is out of range.
 
     Compiled code cannot raise torch's errors: Inductor removes lookups whose values are unused, together with their
-    checks, and a failed check of Inductor's own ends the process. So each index is clamped: no check fails, and no
-    memory outside of a tensor is read or written before the flag is read.
+    checks, and a failed check of Inductor's own ends the process. So each index is clamped if ``clamps``: no check
+    fails, and no memory outside of a tensor is read or written before the flag is read. Flags, 0-d bool, are appended
+    to ``noted``: if one is true, the program's results are invalid.
 
     The values of real tensors are read, and torch's zero tensors, which have no memory, become ordinary zeros:
     operations on zero tensors return broken fake tensors, or end the process.
-
-    Args:
-        noted: the list that 0-d bool flags are appended to. If one flag is true, the program's results are invalid.
-        clamps: whether indices are clamped; else torch's kernels check them, operation by operation.
     """
 
     supports_higher_order_operators = True

@@ -39,9 +39,16 @@ from persample._torch import (
     set_dynamo_settings,
     tensors_read,
 )
-from persample.engines.compiled.batchable import UNREAD
-from persample.engines.compiled.graph import Capture, Captured, History, Marker, failed_guard, refusal
-from persample.engines.compiled.kept import CHANGES_A_NUMBER, split_kept
+from persample.engines.compiled.batchable import CHANGES_A_NUMBER, UNREAD, split_kept
+from persample.engines.compiled.graph import (
+    Capture,
+    Captured,
+    History,
+    Marker,
+    UncapturableError,
+    failed_guard,
+    refusal,
+)
 from persample.errors import CompileLimitWarning
 from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
@@ -60,10 +67,6 @@ _MOST_VAIN = 6
 is_nested = operator.attrgetter("is_nested")  # then there are no strides, and comparing them ends the process
 
 
-class UncapturableError(Exception):
-    """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
-
-
 class LimitError(Exception):
     """Raised for a function that was captured too often; the eager engine computes the call."""
 
@@ -73,14 +76,7 @@ class NewError(Exception):
 
 
 class Entry:
-    """The captures of one loss, or of the losses that one ``def`` or ``lambda`` makes.
-
-    Attributes:
-        captures: the captures that are alive.
-        calls: the latest calls, whose programs serve later calls like them; for ``earlier_calls.py``.
-        history: what happened to them.
-        changes_modules: whether a capture leaves tensors in modules.
-    """
+    """The captures of one loss, or of the losses that one ``def`` or ``lambda`` makes."""
 
     def __init__(self, number: int) -> None:
         # Code of its own: Dynamo keeps its guards beside the code. The globals are those that it sees and adds to.
@@ -95,9 +91,9 @@ class Entry:
             "guard_filter_fn": functools.partial(_compared, self._read)
         }
         self._compiled = torch.compile(function, backend=_backend, fullgraph=True, options=options)
-        self.captures: WeakSet[Capture] = WeakSet()
-        self.calls: list[Any] = []
-        self.changes_modules = False
+        self.captures: WeakSet[Capture] = WeakSet()  # those that are alive
+        self.calls: list[Any] = []  # the latest ones, for ``earlier_calls.py``
+        self.changes_modules = False  # whether a capture leaves tensors in modules
         self.history = History()
         self._vain = 0
         self._has_warned = False
@@ -135,7 +131,8 @@ class Entry:
         try:
             captured = after_imports(lambda: context_of_a_capture().run(self._record, function, args))
         except NewError as error:
-            forget_entry(self)  # torch has marked its code
+            for key in [key for key, known in _entries.items() if known is self]:  # torch has marked its code
+                del _entries[key]
             raise UncapturableError(
                 "torch.compile does not run here: it is disabled, or a TorchDispatchMode is active"
             ) from error
@@ -191,12 +188,6 @@ def entry_of(function: Callable[..., object]) -> Entry:
 @in_one_thread
 def _new_entry(key: object) -> Entry:
     return after_imports(lambda: _entries.setdefault(key, Entry(next(_numbers))))
-
-
-def forget_entry(entry: Entry) -> None:
-    """Drop the captures of one loss."""
-    for key in [key for key, known in _entries.items() if known is entry]:
-        del _entries[key]
 
 
 @in_one_thread

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from persample._torch import buffer_slots
-from persample.engines.compiled.capture import UncapturableError, entry_of
-from persample.engines.compiled.graph import Capture, Captured, Constant, Marker, Origin, Output
+from persample.engines.compiled.capture import entry_of
+from persample.engines.compiled.graph import Capture, Captured, Constant, Marker, Origin, Output, UncapturableError
 from persample.engines.compiled.trace import Format
 from persample.inputs.batch import check_kind
 from persample.inputs.call import Call
@@ -25,25 +25,15 @@ _NUMBERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float64}
 
 @dataclass(frozen=True)
 class GraphFunction:
-    """A captured function: which argument each input of its graph is, and what it returns.
+    """A captured function, by the origins of the inputs of its graph and its results; equal ones compute the same."""
 
-    Equal objects compute the same, so they are part of the keys of programs.
-
-    Args:
-        capture: the graph, or None if the function computes nothing.
-        inputs: the origins of the inputs of the graph.
-        leaves: the origins of the leaves of what the function returns.
-        structure: the structure of what the function returns.
-        constants: the constants that the function returns, as text, which tells 1 from True.
-        copied: the arguments that the function gets copies of, so that its writes to them are discarded.
-    """
-
-    capture: Capture | None
-    inputs: tuple[Origin, ...]
+    capture: Capture | None  # the graph, or None if the function computes nothing
+    inputs: tuple[Origin, ...]  # the origins of the inputs of the graph
+    # the origins of the leaves of what the function returns
     leaves: tuple[Origin, ...] = field(compare=False)  # the graph determines them
     structure: trees.TreeSpec
-    constants: str
-    copied: frozenset[int]
+    constants: str  # the constants that the function returns, as text, which tells 1 from True
+    copied: frozenset[int]  # the arguments that the function gets copies of, so that its writes to them are discarded
 
     def __call__(self, first: Sequence[Tensor], *rest: Leaf) -> object:
         """Return what the function returns for one sample; last come the tensors that the function closed over."""
@@ -77,7 +67,7 @@ def captured_call(call: Call) -> Call:
             return (
                 found,
                 _stored(tree.parts.values()) if len(found.returned) < found.num_outputs else set(),
-                tree.has_changed,
+                bool(tree.inside.changed()),  # since ``unchanged`` began
             )
 
         before = [(x, x.requires_grad, x.grad) for _, x in tree.owned]
@@ -153,12 +143,8 @@ def _graph_function(
 ) -> tuple[GraphFunction, list[Tensor]]:
     """Return a captured function, and the tensors that it closed over.
 
-    Args:
-        captured: what the capture gave.
-        given: the arguments that the function was called with.
-        batched: for each argument, whether it has one row per sample.
-        buffers: the buffers of the modules among the parameters.
-        stored: the outputs that were found in these modules.
+    ``given`` are the arguments that it was called with, ``batched`` those with one row per sample; ``buffers`` are
+    those of the modules among the parameters, ``stored`` the outputs that were found in these modules.
     """
     if len(captured.returned | stored) < captured.num_outputs:
         raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")

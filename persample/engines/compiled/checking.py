@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +27,10 @@ _SPREADS = 100
 
 
 class Checked:
-    """Compiled code that is checked when it runs first.
+    """Compiled code that is checked when it runs first, against the traced graph, in functional form.
 
-    Args:
-        graph: the traced graph, in functional form.
-        code: the compiled graph.
-        compiled: compiles another graph with the same inputs, to find the operation at fault.
-        noted: whether the last output is a flag that invalidates the others.
+    ``compiled`` compiles another graph with the same inputs, to find the operation at fault. ``noted`` says that the
+    last output is a flag that invalidates the others.
     """
 
     def __init__(self, graph: GraphModule, code: Run, compiled: Callable[[GraphModule], Run], *, noted: bool) -> None:
@@ -164,13 +161,9 @@ def _is_value(node: Node) -> bool:
 
 def _tolerance(graph: Graph, inputs: Sequence[Tensor]) -> float:
     """Return √ε of the least precise dtype of a graph's inputs, and of those that it converts to."""
-    dtypes = {x.dtype for x in inputs} | set(_dtypes(graph))
+    values = (x for node in graph.nodes for x in (*node.args, *node.kwargs.values()))
+    dtypes = {x.dtype for x in inputs}.union(x for x in values if isinstance(x, torch.dtype))
     return math.sqrt(max((torch.finfo(x).eps for x in dtypes if x.is_floating_point or x.is_complex), default=0.0))
-
-
-def _dtypes(graph: Graph) -> Iterator[torch.dtype]:
-    for node in graph.nodes:
-        yield from (x for x in (*node.args, *node.kwargs.values()) if isinstance(x, torch.dtype))
 
 
 def _is_close(one: Tensor, other: Tensor, error: float) -> bool:

@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from persample._torch import (
 from persample.engines.compiled.capture import Entry, NewError, entry_of, is_nested
 from persample.engines.compiled.captured_call import parameter, row_like
 from persample.engines.compiled.graph import Argument, Capture, Constant, Marker, Origin, first_marker
-from persample.engines.compiled.program import DoubtfulError, Program
+from persample.engines.compiled.programs import DoubtfulError, Program
 from persample.engines.compiled.task import Live, Task, fixed_fields, live_inputs
 from persample.engines.compiled.trace import Format
 from persample.inputs import check_averages, check_weights
@@ -39,25 +39,12 @@ from persample.utils.trees import Leaf, Tree
 _MOST = 8
 
 
-class Guards(Protocol):
-    """Torch's comparison of tensors with those of an earlier call."""
-
-    def check(self, *tensors: object) -> bool:
-        """Return whether all have the dtypes, devices, shapes and strides of those."""
-
-
 class FlatParams(NamedTuple):
-    """The parameters of a call, flattened.
+    """The parameters of a call, flattened."""
 
-    Attributes:
-        names: the names of the parameters of a module.
-        tensors: the parameters.
-        structure: the structure of a tree of parameters; None for a module.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names of the parameters of a module
     tensors: list[object]
-    structure: trees.TreeSpec | None
+    structure: trees.TreeSpec | None  # the structure of a tree of parameters; None for a module
 
     @classmethod
     def of(cls, params: object) -> FlatParams:
@@ -69,49 +56,28 @@ class FlatParams(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The arguments of a call, as the user passed them.
-
-    Attributes:
-        loss_fn: the loss.
-        params: the parameters.
-        batch: the batch.
-        wanted: the reductions.
-        container: the structure of the container of the reductions; None for their leaves.
-        out: a previous result, or None.
-        options: all other arguments.
-        weights: the weights of the samples, or None.
-        flat_params: those of a module, flattened once for all batches of a stream; None to flatten them now.
-    """
+    """The arguments of a call, as the user passed them."""
 
     loss_fn: Callable[..., object]
     params: object
     batch: object
     wanted: Sequence[Reduction]
-    container: trees.TreeSpec | None
+    container: trees.TreeSpec | None  # that of the reductions; None for their leaves
     out: object
     options: tuple[object, ...]
     weights: object = None
-    flat_params: FlatParams | None = None
+    flat_params: FlatParams | None = None  # of a module, flattened once for a stream; None to flatten them now
 
 
 class Flat(NamedTuple):
-    """The arguments of a call, flattened.
-
-    Attributes:
-        params: the parameters.
-        batch: the leaves of the batch.
-        out: the tensors of ``out``.
-        structures: the structures of params, batch and out.
-        tensors: all tensors; or what else the user passed.
-        key: what must be equal in a call like this one, beside the formats of tensors. The options come last.
-    """
+    """The arguments of a call, flattened."""
 
     params: list[Leaf]
     batch: list[Leaf]
     out: list[Leaf]
     structures: tuple[trees.TreeSpec | None, trees.TreeSpec, trees.TreeSpec | None]
-    tensors: list[Leaf]
-    key: tuple[object, ...]
+    tensors: list[Leaf]  # all tensors; or what else the user passed
+    key: tuple[object, ...]  # what must be equal in a call like this one, beside tensors' formats; options last
 
     @classmethod
     def of(cls, asked: Asked) -> Flat:
@@ -135,34 +101,22 @@ class Flat(NamedTuple):
 
 @dataclass
 class EarlierCall:
-    """A call whose program later calls may run.
+    """A call whose program later calls may run."""
 
-    Args:
-        key: that of ``Flat``.
-        guards: torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides.
-        rows: for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls:
-            captured losses read no values. None for a leaf that all samples share.
-        unpack: whether the batch is passed as positional arguments.
-        is_list: whether these are the leaves of the batch.
-        capture: the graph of the loss.
-        inputs: for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a
-            constant. Empty where all are tensors made for this call, which nothing else can be.
-        closed_over: for each tensor that the loss closed over, its place among the inputs of the graph.
-        live: the numbers and tensors of reductions that may change.
-        size: the number of samples, or of units.
-        program: the program.
-    """
-
-    key: tuple[object, ...]
-    guards: Guards
+    key: tuple[object, ...]  # that of ``Flat``
+    alike: Callable[..., bool]  # torch's comparison of tensors with those of the call: dtypes, devices, shapes, strides
+    # for each leaf of the batch, a tensor like the first sample's row, which stands for those of all calls: captured
+    # losses read no values. None for a leaf that all samples share.
     rows: list[Tensor | None]
-    unpack: bool
-    is_list: bool
+    unpack: bool  # whether the batch is passed as positional arguments
+    is_list: bool  # whether these are the leaves of the batch
     capture: Capture
+    # for each input of the graph, the place of a parameter or leaf, or of what the loss closed over; or a constant.
+    # Empty where all are tensors made for this call, which nothing else can be.
     inputs: list[int | Origin]
-    closed_over: list[int]
-    live: Live
-    size: int
+    closed_over: list[int]  # for each tensor that the loss closed over, its place among the inputs of the graph
+    live: Live  # the numbers and tensors of reductions that may change
+    size: int  # the number of samples, or of units
     program: Program
 
     def matches(self, flat: Flat) -> bool:
@@ -170,7 +124,7 @@ class EarlierCall:
         return (
             self.key == flat.key
             and not any(map(is_nested, flat.tensors))
-            and self.guards.check(*flat.tensors)
+            and self.alike(*flat.tensors)
             and not are_hooked(flat.params)
         )
 
@@ -194,10 +148,7 @@ class EarlierCall:
         return first_marker(returned), [*params, *rows]
 
     def taken(self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]) -> list[Tensor] | None:
-        """Return the inputs of the program; None if it is not that of the captured loss.
-
-        ``marker`` and ``given`` are what ``find`` returned.
-        """
+        """Return the inputs of the program, from what ``find`` returned; None if the captured loss is another."""
         if marker is None or marker.capture.twin is not self.capture:
             return None
         if self.inputs and _places(marker.inputs, given) != self.inputs:
@@ -241,7 +192,7 @@ def remember(asked: Asked, task: Task, program: Program) -> None:
     pairs = zip(flat.batch, call.leaves_batched, strict=False)
     earlier = EarlierCall(
         (*flat.key[:-1], copy.deepcopy(asked.options)),  # in_dims may be a list, and change
-        TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
+        TensorGuards(*flat.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         [row_like(x, call.loss.keep_batch_dim) if split else None for x, split in pairs],
         unpack,
         unpack and trees.is_flat(flat.structures[1]),
@@ -282,16 +233,13 @@ def repeated(asked: Asked) -> tuple[Tree, int] | None:
         for call in filter(lambda call: call.matches(flat), entry.calls):
             found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
             if (inputs := call.taken(asked, flat, *found)) is not None:
-                return _answer(asked, call.program(inputs)), call.size
+                results = call.program(inputs)
+                if asked.container is not None:
+                    results = trees.unflatten(results, asked.container) if asked.out is None else asked.out
+                return results, call.size
     except (DoubtfulError, NewError):
         pass
     finally:
         set_grad_enabled(recording)
         set_eval_frame(callback)
     return None
-
-
-def _answer(asked: Asked, results: Tree) -> Tree:
-    if asked.container is None:
-        return results
-    return trees.unflatten(results, asked.container) if asked.out is None else asked.out

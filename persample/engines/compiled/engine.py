@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import cast
 
 from persample import pipeline
-from persample.engines.compiled.capture import LimitError, UncapturableError
+from persample.engines.compiled.capture import LimitError
 from persample.engines.compiled.earlier_calls import Asked, remember
-from persample.engines.compiled.program import DoubtfulError, Program
-from persample.engines.compiled.programs import program_of
+from persample.engines.compiled.graph import UncapturableError
+from persample.engines.compiled.programs import DoubtfulError, Program, program_of
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import TraceError
 from persample.engines.uncompiled import eager
@@ -42,15 +42,10 @@ def compiled(
 
 def lift_compiled(call: Call, reductions: Reductions, asked: Asked | None = None, *, engine: str) -> object:
     """Compute the mergeable leaves of one chunk by a program, as ``pipeline.lift_by`` does with other engines."""
-    if _is_irregular(call):
+    units = call.units  # of unequal sizes, or larger than a chunk: each such call would be a program of its own
+    if units is not None and (not isinstance(units.sizes, int) or units.sizes > (units.most or units.sizes)):
         return pipeline.lift_by(eager, reductions)(call)
     return _computed(Task(reductions, call, finishes=False, engine=engine), asked)
-
-
-def _is_irregular(call: Call) -> bool:
-    """Return whether units differ in size, or exceed a chunk: each such call would be a program of its own."""
-    units = call.units
-    return units is not None and (not isinstance(units.sizes, int) or units.sizes > (units.most or units.sizes))
 
 
 def _computed(task: Task, asked: Asked | None = None) -> Tree:

@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,31 +29,18 @@ from persample.utils.trees import Leaf, Tree
 
 @dataclass(frozen=True)
 class Compilation:
-    """How one program was made.
+    """How one program was made."""
 
-    Args:
-        engine: "traced" or "compiled".
-        reductions: the names of the reductions that the program computes.
-        batch_size: the number of samples, or None for any.
-        seconds: the time that it took.
-        reason: what had changed since the compilation before; empty for the first with these reductions.
-    """
-
-    engine: str
-    reductions: tuple[str, ...]
-    batch_size: int | None
+    engine: str  # "traced" or "compiled"
+    reductions: tuple[str, ...]  # the names of the reductions that the program computes
+    batch_size: int | None  # the number of samples, or None for any
     seconds: float
-    reason: str
+    reason: str  # what had changed since the compilation before; empty for the first with these reductions
 
 
 @dataclass
 class History:
-    """What happened to one loss.
-
-    Args:
-        batch_sizes: the sizes of its batches.
-        compilations: the compilations of its programs.
-    """
+    """What happened to one loss."""
 
     batch_sizes: set[int] = field(default_factory=set)
     compilations: list[Compilation] = field(default_factory=list)
@@ -62,28 +49,20 @@ class History:
 class Capture:
     """The graph of a function, valid as long as Dynamo's guards hold.
 
-    Args:
-        graph: from the tensors that the function read to those that it computed.
-        reason: the guard that failed, so that the function was captured once more; empty for the first capture.
-
-    Attributes:
-        programs: what was compiled from the graph.
-        history: what happened to the function.
-        twin: the first capture with the same graph, whose programs serve this one, too.
-        refusal: why the function cannot be differentiated, or None.
-        constants: the inputs of the graph whose values programs contain, because an operation takes numbers only.
+    It goes from the tensors that the function read to those that it computed. ``reason`` is the guard that failed, so
+    that the function was captured once more; empty for the first capture.
     """
 
     def __init__(self, graph: GraphModule, reason: str) -> None:
         self.graph = graph
         self.reason = reason
-        self.programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self.programs: OrderedDict[Hashable, Any] = OrderedDict()  # what was compiled from the graph
         outputs: Tree = graph.graph.output_node().args[0]
         self.num_outputs = len(outputs)
         self.history = History()
-        self.constants: list[int] = []
-        self.refusal: str | None = None
-        self.twin = self
+        self.constants: list[int] = []  # inputs whose values programs contain, because an operation takes numbers only
+        self.refusal: str | None = None  # why the function cannot be differentiated
+        self.twin = self  # the first capture with the same graph, whose programs serve this one, too
         self._prepared = False
 
     @property
@@ -99,7 +78,10 @@ class Capture:
             self.refusal = sets or refused_view(self.graph)
             make_batchable(self.graph)
             self.history = history
-            self.contents = get_function_mode_stack(), _settings(), *_contents(self.graph)
+            codes = [x.graph.python_code("self") for x in self.graph.modules() if isinstance(x, GraphModule)]
+            held = map(id, (*self.graph.parameters(), *self.graph.buffers()))
+            # What is the same for graphs that compute the same.
+            self.contents = get_function_mode_stack(), _settings(), [(x.src, x.globals) for x in codes], [*held]
             same = (x.twin for x in others if x.contents == self.contents)
             self.twin = next(same, self)
             self._prepared = True
@@ -112,12 +94,6 @@ class Capture:
         """Let programs contain the values that the function reads, and return whether they did not before."""
         before, self.constants = self.constants, read_inputs(self.graph.graph)
         return self.constants != before
-
-
-def _contents(graph: GraphModule) -> list[object]:
-    """Return what is the same for graphs that compute the same."""
-    codes = [part.graph.python_code("self") for part in graph.modules() if isinstance(part, GraphModule)]
-    return [*((code.src, code.globals) for code in codes), *map(id, (*graph.parameters(), *graph.buffers()))]
 
 
 def _settings() -> tuple[object, ...]:
@@ -147,15 +123,12 @@ class _Naming(Interpreter):
             raise
 
 
-class Marker(StandIn):
-    """Stands for one tensor that a captured function returns.
+class UncapturableError(Exception):
+    """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
 
-    Args:
-        capture: the graph.
-        index: the place among the graph's outputs.
-        inputs: the graph's inputs in this call.
-        known: the outputs that no marker stands for, with their places.
-    """
+
+class Marker(StandIn):
+    """Stands for one tensor that a captured function returns; ``known`` are the outputs that no marker stands for."""
 
     __slots__ = ("capture", "index", "inputs", "known")
 
@@ -167,6 +140,10 @@ class Marker(StandIn):
         self.inputs = inputs
         self.known = known
 
+    def item(self) -> NoReturn:
+        """Refuse to be read by code such as ``losses.append(loss.item())``, which Dynamo runs after the graph."""
+        raise UncapturableError("it keeps a number that it reads: return the tensor in aux instead")
+
     def standing_for(self, x: object) -> object:
         """Return a marker of the same call for a known output, and anything else as it is."""
         return next((Marker(self.capture, place, self.inputs) for place, output in self.known if output is x), x)
@@ -174,33 +151,21 @@ class Marker(StandIn):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that a graph computes.
+    """A tensor that a graph computes."""
 
-    Args:
-        index: its place among the outputs of the graph.
-    """
-
-    index: int
+    index: int  # its place among the outputs of the graph
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a captured function; after the arguments come the tensors that it closed over.
+    """An argument of a captured function; after the arguments come the tensors that it closed over."""
 
-    Args:
-        index: its place among them.
-    """
-
-    index: int
+    index: int  # its place among them
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that is the same in every call, such as a size.
-
-    Args:
-        value: the value.
-    """
+    """A value that is the same in every call, such as a size."""
 
     value: object
 
@@ -211,21 +176,13 @@ Origin: TypeAlias = Argument | Output | Constant
 
 @dataclass(frozen=True)
 class Captured:
-    """What one call of a captured function gives.
+    """What one call of a captured function gives."""
 
-    Args:
-        capture: the graph, or None if the function computes nothing from tensors.
-        inputs: the tensors (and sizes) that the graph takes.
-        leaves: the leaves of what the function returned: markers, arguments, other tensors, constants.
-        structure: their structure.
-        known: the outputs of the graph that depend on no argument; wherever the function keeps them, they are values.
-    """
-
-    capture: Capture | None
-    inputs: Sequence[Leaf]
-    leaves: list[Leaf]
+    capture: Capture | None  # the graph, or None if the function computes nothing from tensors
+    inputs: Sequence[Leaf]  # the tensors (and sizes) that the graph takes
+    leaves: list[Leaf]  # the leaves of what the function returned: markers, arguments, other tensors, constants
     structure: trees.TreeSpec
-    known: frozenset[int] = frozenset()
+    known: frozenset[int] = frozenset()  # the outputs of the graph that depend on no argument: always values
 
     @classmethod
     def of(cls, returned: object) -> Captured:

@@ -49,19 +49,12 @@ def axes_between(one: Sequence[Format], other: Sequence[Format]) -> Axes | None:
 
 @dataclass(frozen=True)
 class AnySize:
-    """A task as one graph for all batch sizes.
+    """A task as one graph for all batch sizes."""
 
-    Args:
-        axes: the axes of inputs that have the batch size.
-        formats: the formats of the inputs in one call.
-        traced: the trace at the last size.
-        graph: the graph for all sizes.
-    """
-
-    axes: Axes
-    formats: list[Format]
-    traced: Traced
-    graph: GraphModule
+    axes: Axes  # the axes of inputs that have the batch size
+    formats: list[Format]  # the formats of the inputs in one call
+    traced: Traced  # the trace at the last size
+    graph: GraphModule  # the graph for all sizes
 
     @classmethod
     def of(cls, task: Task, axes: Axes) -> AnySize | None:
@@ -86,7 +79,7 @@ class AnySize:
 
     def fits_memory(self, size: int) -> bool:
         """Return whether the graph, which does not work in blocks, may write out its gradients at some batch size."""
-        return cost_model.fits_at_once(self.traced.written * size / _SIZES[-1])
+        return self.traced.written * size / _SIZES[-1] <= cost_model.AT_ONCE
 
 
 def _forms(formats: Sequence[Format], axes: Axes, size: Size) -> list[tuple[tuple[Size, ...], tuple[Size, ...]]]:
@@ -129,10 +122,7 @@ class UnlikeError(Exception):
 def unified(
     one: GraphModule, other: GraphModule, sizes: tuple[int, int], axis: tuple[int, int] | None = None
 ) -> GraphModule:
-    """Return the graph for all sizes, from the graphs at two.
-
-    ``axis`` is the (input, axis) that has the size; without one, the size becomes the last input of the graph.
-    """
+    """Return the graph for all sizes, from two; the size is that of an input's axis, or else the last input."""
     if len(one.graph.nodes) != len(other.graph.nodes):
         raise UnlikeError
     result, root, made, of_other = Graph(), torch.nn.Module(), dict[Node, Node](), dict[Node, Node]()
@@ -172,11 +162,10 @@ def _size(graph: Graph, tensor: Node, axis: int) -> Node:
 
 
 def _formula(graph: Graph, size: Node | None, sizes: tuple[int, int], values: tuple[int, int]) -> Argument:
-    """Return the node of the integer a + b · size that has these values at the sizes.
+    """Return the node of the integer a + b · size that has these values at the sizes; else ``UnlikeError``.
 
-    Raises:
-        UnlikeError: if it is another function of the size: b is a fraction, or a is negative and large. Of a polynomial
-            of a higher degree it is, at most minus the product of the sizes.
+    It is no such function if b is a fraction, or if a is negative and large: of a polynomial of a higher degree it is
+    at most minus the product of the sizes.
     """
     step, rest = divmod(values[1] - values[0], sizes[1] - sizes[0])
     first = values[0] - step * sizes[0]

@@ -51,38 +51,14 @@ def simplify(module: GraphModule) -> None:
         return  # a view may change its shape later
     views: dict[str, Node] = {}
     for node in graph.nodes:
-        _before_reshapes(node)
         if (same := _same(node, views)) is not node:
             node.replace_all_uses_with(same)
         elif node.target in _RESHAPES and node.all_input_nodes[0].target in _RESHAPES:
             shape = node.args[1] if node.target is _aten.view.default else list(node.meta["val"].shape)
             node.target, node.args, node.kwargs = _aten.view.default, (_root(node), shape), {}
-    graph.eliminate_dead_code(_is_needed)
+    # A node is needed that draws random numbers, writes, or whose kernel may reject an index.
+    graph.eliminate_dead_code(lambda node: node.is_impure() or reads_an_index(node.target))
     module.recompile()
-
-
-def _before_reshapes(node: Node) -> None:
-    """Let an elementwise operation on tensors that were reshaped alike read these as they were; reshape its result."""
-    operands = [x for x in node.all_input_nodes if _shape(x) != ()]
-    shapes = {_shape(_root(x)) for x in operands}
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(shapes) != 1 or writes(node):
-        return
-    shape = shapes.pop()
-    # Tensors of one element and no axis are promoted otherwise; a memory format is that of some number of axes.
-    is_alike = shape != _shape(node) and all(_shape(x) == _shape(node) for x in operands)
-    if not shape or not is_alike or "memory_format" in node.kwargs:
-        return
-    result: Tensor = node.meta["val"]
-    if all(x.meta["val"].is_contiguous() for x in (node, *map(_root, operands))):
-        with node.graph.inserting_before(node):
-            before = node.graph.node_copy(node, lambda x: _root(x) if x in operands else x)
-        before.meta["val"] = result.view(shape)
-        node.target, node.args, node.kwargs = _aten.view.default, (before, list(result.shape)), {}
-
-
-def _is_needed(node: Node) -> bool:
-    """Return whether a node has an effect: it draws random numbers, writes, or its kernel may reject an index."""
-    return node.is_impure() or reads_an_index(node.target)
 
 
 def straight(module: GraphModule) -> Run:
@@ -116,12 +92,6 @@ def _same(node: Node, views: dict[str, Node]) -> Node:
         return node
     root = _root(node) if node.target in _RESHAPES else node.all_input_nodes[0]
     return root if _form(root) == _form(node) else views.setdefault(f"{node.target}{node.args}", node)
-
-
-def _shape(node: Node) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that a node computes; None for anything else."""
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _form(node: Node) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from persample import pipeline
 from persample.clipping import Rule
 from persample.engines.compiled.captured_call import GraphFunction, captured_call, captured_function_of_a_norm, plain
-from persample.engines.compiled.packing import Outline, pack
-from persample.engines.compiled.trace import Format
+from persample.engines.compiled.trace import Format, Outline, pack
 from persample.engines.uncompiled import eager
 from persample.errors import ArgumentError
 from persample.factors import Factor
@@ -45,25 +44,15 @@ class UnfinishedError(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """One chunk of one call.
-
-    Args:
-        reductions: the reductions of the call.
-        call: the chunk, not empty.
-        finishes: whether to compute the finished results, instead of the mergeable leaves of this chunk.
-        engine: "compiled" if Inductor compiles the graph, "traced" if it runs operation by operation.
-        container: the structure of the container that results are returned in.
-        out: a previous result to write into, which shares no memory with the inputs; None for fresh memory.
-        functions: for every reduction, its functions of a norm as graphs; with the tensors that they closed over.
-    """
+    """One chunk of one call."""
 
     reductions: Reductions
-    call: Call
-    finishes: bool
-    engine: str
-    container: trees.TreeSpec = field(default_factory=trees.leaf_structure)
-    out: object = None
-    functions: Sequence[_Functions] = ()
+    call: Call  # the chunk, not empty
+    finishes: bool  # whether to compute the finished results, instead of the mergeable leaves of this chunk
+    engine: str  # "compiled" if Inductor compiles the graph, "traced" if it runs operation by operation
+    container: trees.TreeSpec = field(default_factory=trees.leaf_structure)  # of the results
+    out: object = None  # a previous result to write into, which shares no memory with the inputs; None for fresh memory
+    functions: Sequence[_Functions] = ()  # for every reduction, those of a norm as graphs, with closed-over tensors
 
     def captured(self) -> Task:
         """Return the same task with the loss, and the functions of reductions, captured as graphs."""
@@ -115,10 +104,6 @@ class Task:
         others = (*self._ids, *self._live[0])
         return [*split, *weights, *(False for _ in others), *(True for _ in self.written)]
 
-    @property
-    def _graphs(self) -> Hashable:
-        return tuple((name, graph) for functions in self.functions for name, (graph, _) in functions.items())
-
     @cached_property
     def _live(self) -> tuple[list[Tensor], Outline]:
         kept = [{name: kept for name, (_, kept) in functions.items()} for functions in self.functions]
@@ -129,8 +114,9 @@ class Task:
     def structure(self) -> Hashable:
         """What the program depends on beside the formats of its tensors, as a key."""
         call, loss = self.call, self.call.loss
+        graphs = tuple((name, graph) for functions in self.functions for name, (graph, _) in functions.items())
         return (
-            (loss.fn, tuple(map(_key, self.reductions.reductions)), self._graphs),
+            (loss.fn, tuple(map(_key, self.reductions.reductions)), graphs),
             (loss.spec.structure, loss.spec.paths, loss.batch, loss.unpack, loss.keep_batch_dim, loss.outputs),
             (call.params_batched, call.leaves_batched, call.weights is None),
             call.units and (call.units.sizes, call.units.scale, call.units.ids is None),
@@ -189,17 +175,11 @@ def form_of(tensors: Sequence[Tensor], outline: Outline) -> tuple[list[Format], 
 
 
 class Live(NamedTuple):
-    """The numbers and tensors of reductions that may change between calls, as inputs of a program.
-
-    Attributes:
-        tensors: the inputs.
-        form: their formats, and where they belong.
-        text: the numbers as text, which tells -0.0 from 0.0 and 1.0 from 1; None where there are tensors.
-    """
+    """The numbers and tensors of reductions that may change between calls, as inputs of a program."""
 
     tensors: list[Tensor]
-    form: tuple[list[Format], Outline]
-    text: list[str] | None = None
+    form: tuple[list[Format], Outline]  # their formats, and where they belong
+    text: list[str] | None = None  # the numbers as text, which tells -0.0 from 0.0 and 1.0 from 1, or None
 
 
 def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: Live | None = None) -> Live:
@@ -249,24 +229,18 @@ def _functions_of_a_norm(reduction: Reduction) -> dict[FunctionKey, Callable[[Te
 
 
 def _changed(
-    reduction: Reduction,
-    numbers: Mapping[str, Leaf],
-    kept: Mapping[FunctionKey, list[Tensor]],
-    functions: _Functions,
+    reduction: Reduction, numbers: Mapping[str, Leaf], kept: Mapping[FunctionKey, list[Tensor]], functions: _Functions
 ) -> Reduction:
     changed = copy.copy(reduction)  # a constructor would check the fields again, which fails on traced tensors
     fields = dict(numbers)
     for key, (graph, _) in functions.items():
-        one = _of_norm(graph, kept[key])
+        one = partial(_of_norm, graph, kept[key])
         fields[key.field] = one if key.group is None else {**fields.get(key.field, {}), key.group: one}
     for name, value in fields.items():
         object.__setattr__(changed, name, value)
     return changed
 
 
-def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor]) -> Callable[[Tensor], object]:
-    def of_norm(norm: Tensor) -> object:
-        with VmapRules():
-            return graph([norm], *closed_over)
-
-    return of_norm
+def _of_norm(graph: GraphFunction, closed_over: Sequence[Tensor], norm: Tensor) -> object:
+    with VmapRules():
+        return graph([norm], *closed_over)

@@ -1,11 +1,11 @@
-"""Tracing: a function of tensors becomes one flat graph of aten operations."""
+"""Tracing: a function of tensors becomes one flat graph of aten operations, and trees become flat lists of tensors."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -14,13 +14,61 @@ from torch.fx import GraphModule, Node
 
 from persample._torch import OpOverload, force_original_view_tracking, schema
 from persample.engines.compiled.bounds import Bounds
-from persample.engines.compiled.packing import Outline, pack
 from persample.engines.compiled.straight import simplify, writes
 from persample.errors import TorchVersionError
 from persample.utils import trees
 from persample.utils.numerics import is_folded
 from persample.utils.origin import is_users
 from persample.utils.tracing import Trace, any_exception, without_warnings
+from persample.utils.trees import Tree
+
+
+@dataclass(frozen=True)
+class Made:
+    """A dataclass instance (a mergeable leaf or a factor) without its tensors."""
+
+    kind: type
+    parts: tuple[tuple[str, object], ...]  # the names and values of its fields
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tree without its tensors."""
+
+    leaves: tuple[object, ...]  # dataclass instances without tensors, constants, and the class ``Tensor`` for a tensor
+    structure: trees.TreeSpec
+
+    def filled(self, tensors: Sequence[Tensor]) -> Tree:
+        """Return the tree with tensors in their places, in the order of ``pack``."""
+        rest = iter(tensors)
+        return trees.unflatten([_filled(x, rest) for x in self.leaves], self.structure)
+
+
+# A nested function that calls itself would keep the tensors in a cycle, until Python collects garbage.
+def _filled(x: object, rest: Iterator[Tensor]) -> object:
+    if x is Tensor:
+        return next(rest)
+    if isinstance(x, Made):
+        return x.kind(**{name: _filled(part, rest) for name, part in x.parts})
+    return tuple(_filled(part, rest) for part in x) if type(x) is tuple else x
+
+
+def pack(tree: object) -> tuple[list[Tensor], Outline]:
+    """Split a pytree of tensors, and of dataclasses that hold tensors, into its tensors and its outline."""
+    tensors: list[Tensor] = []
+    leaves, structure = trees.flatten(tree)
+    return tensors, Outline(tuple(_taken(x, tensors) for x in leaves), structure)
+
+
+def _taken(x: object, tensors: list[Tensor]) -> object:
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return Tensor
+    if type(x) is tuple:
+        return tuple(_taken(part, tensors) for part in x)
+    if is_dataclass(x) and not isinstance(x, type):
+        return Made(type(x), tuple((field.name, _taken(getattr(x, field.name), tensors)) for field in fields(x)))
+    return x
 
 
 class TraceError(Exception):
@@ -35,14 +83,7 @@ Size: TypeAlias = int | torch.SymInt  # the latter where a program is made for a
 
 
 class Format(NamedTuple):
-    """The properties of an input tensor that a program depends on.
-
-    Attributes:
-        shape: the sizes.
-        stride: the strides.
-        dtype: the dtype.
-        device: the device.
-    """
+    """The properties of an input tensor that a program depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -62,22 +103,13 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """A function as a graph.
+    """A function as a graph."""
 
-    Args:
-        graph: from the inputs and the captured tensors to the tensors of the result and, optionally, a flag that
-            invalidates the outputs.
-        captured: the tensors that tracing made, which are constants of the graph.
-        outline: the tree of the result.
-        noted: whether the last output is the flag.
-        written: the largest number of gradient elements written out at a time, for graphs of any batch size.
-    """
-
-    graph: GraphModule
-    captured: list[Tensor]
-    outline: Outline
-    noted: bool
-    written: int = 0
+    graph: GraphModule  # from inputs and captured tensors to the results, and perhaps a flag that invalidates these
+    captured: list[Tensor]  # the tensors that tracing made, which are constants of the graph
+    outline: Outline  # the tree of the result
+    noted: bool  # whether the last output is the flag
+    written: int = 0  # the largest number of gradient elements written out at a time, for graphs of any batch size
 
 
 def trace(
@@ -87,17 +119,11 @@ def trace(
     any_size: bool = False,
     compiles: bool = True,
 ) -> Traced:
-    """Trace a function of tensors.
+    """Trace a function of tensors to a tree of tensors and of dataclasses that hold tensors, or raise ``TraceError``.
 
-    Args:
-        function: from tensors to a tree of tensors and of dataclasses that hold tensors.
-        inputs: makes the fake tensors that it is traced with.
-        any_size: whether the graph will serve any number of samples. Then an operation that vmap runs once for each
-            sample is an error: the graph would grow with their number.
-        compiles: whether the graph will be compiled; else it is simplified, and runs operation by operation.
-
-    Raises:
-        TraceError: if torch cannot trace the function.
+    ``inputs`` makes the fake tensors that it is traced with. If the graph will serve ``any_size``, an operation that
+    vmap runs once for each sample is an error: the graph would grow with their number. Unless it ``compiles``, the
+    graph is simplified, and runs operation by operation.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # importing it takes half a second
 

@@ -24,12 +24,7 @@ _SMALL = 2**12  # elements of a vector up to which the loss receives one copy pe
 
 
 class NotLayersError(Exception):
-    """The loss is left to ``vmap(vjp(loss))``.
-
-    Args:
-        reason: what no layer does.
-        *places: the places of the parameters that it is done with, where these are known.
-    """
+    """The loss is left to ``vmap(vjp(loss))``, for a reason, and perhaps for the parameters at some places."""
 
     def __init__(self, reason: str, *places: int) -> None:
         super().__init__(reason)

@@ -21,16 +21,6 @@ from persample.reductions.base import Reduce
 from persample.rl.rollouts import Episodes
 from persample.utils.trees import Tree, tree_map
 
-__all__ = [
-    "EpisodeGradients",
-    "episode_gradients",
-    "estimator_variances",
-    "leave_one_out",
-    "optimal_baseline",
-    "reward_to_go",
-    "total_reward",
-]
-
 LogProbFn = Callable[..., Tensor]
 
 

@@ -205,29 +205,17 @@ _SEAL = b',\n "crc32": '  # what stands before the checksum, the last field
 
 @dataclass
 class Index:
-    """What ``index.json`` says, beside its own checksum.
+    """What ``index.json`` says, beside its own checksum."""
 
-    Args:
-        asked: what was computed: parameters, reductions, options.
-        batches: how many batches are whole; 0 of the results of several processes.
-        samples: how many samples they had.
-        weight: the sum of the samples' weights.
-        last_batch: a checksum of the last of them, with its weights.
-        rows: for each tensor with rows of samples, its file, dtype, shape of a row, number of rows and checksum.
-        values: the same for each tensor that is one result for all samples.
-        checkpoint: the file with the sums so far and its checksum; None when all is done.
-        finished: whether all is done.
-        format: the version of this format.
-    """
-
-    asked: Record
-    batches: int = 0
-    samples: int = 0
-    weight: float = 0.0
-    last_batch: str = ""
+    asked: Record  # what was computed: parameters, reductions, options
+    batches: int = 0  # how many batches are whole; 0 of the results of several processes
+    samples: int = 0  # how many samples they had
+    weight: float = 0.0  # the sum of the samples' weights
+    last_batch: str = ""  # a checksum of the last of them, with its weights
+    # for each tensor with rows of samples, its file, dtype, shape of a row, number of rows and checksum
     rows: dict[str, Record] = field(default_factory=dict)
-    values: dict[str, Record] = field(default_factory=dict)
-    checkpoint: Record | None = None
+    values: dict[str, Record] = field(default_factory=dict)  # the same for each result for all samples
+    checkpoint: Record | None = None  # the file with the sums so far and its checksum; None when all is done
     finished: bool = False
     format: str = _FORMAT
 

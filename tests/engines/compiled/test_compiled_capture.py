@@ -311,6 +311,20 @@ def test_a_list_outside_that_keeps_activations():
         per_sample_grads(loss, W, X, engine="traced")
 
 
+@pytest.mark.parametrize("of_a_sample", [True, False], ids=["of a sample", "of params"])
+def test_a_list_outside_that_keeps_numbers(of_a_sample):
+    kept = []
+
+    def loss(w, x):
+        kept.append((w * x if of_a_sample else w * 2).sum().item())
+        return (w * x).sum()
+
+    said = "reads values of a sample" if of_a_sample else "keeps a number that it reads: return the tensor in aux"
+    for _ in range(2):  # captured; found again
+        with pytest.raises(ps.LossError, match=said):
+            per_sample_grads(loss, W, X, engine="traced")
+
+
 def tanh(w, x):
     return (w @ x).tanh()
 

@@ -326,21 +326,6 @@ def test_what_changes_nothing_is_dropped():
     assert torch.equal(*straight(graph)([x, w]), *function(x, w))
 
 
-def test_elementwise_operations_read_what_was_reshaped_alike():
-    def function(x, w, b):
-        hidden = torch.relu(F.linear(x, w).unsqueeze(1) + F.linear(x, b).unsqueeze(1))
-        same = hidden.squeeze(1) @ w
-        broadcast = hidden * x.view(3, 4, 1)  # not of one shape
-        strided = torch.tanh(w.t().reshape(2, 8))  # a copy, whose elements lie otherwise
-        return [same, broadcast.squeeze(1), hidden.view(12) + x.view(12), strided]
-
-    x, w, b = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4)
-    graph = traced(function, x, w, b)
-    kept = [node for node in graph.graph.nodes if node.target is torch.ops.aten.view.default]
-    assert len(kept) == 4, graph.code  # of the broadcast and its operands, and of the sum
-    assert all(map(torch.equal, straight(graph)([x, w, b]), function(x, w, b)))
-
-
 def test_views_of_what_is_written_or_promoted():
     def function(x, number, one, half):
         kept = torch.relu(x.unsqueeze(0))
