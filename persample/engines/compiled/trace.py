@@ -24,7 +24,7 @@ from persample.utils.tracing import Trace, any_exception, without_warnings
 
 
 class TraceError(Exception):
-    """Raised for a loss that cannot be traced: it depends on values, or torch has no rule for an operation."""
+    """Raised for a loss that Dynamo cannot capture as one graph, or torch cannot trace; the message is the reason."""
 
 
 # torch's warning where vmap runs an operation once for each sample.
