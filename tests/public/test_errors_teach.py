@@ -249,7 +249,7 @@ def test_a_batch_in_the_place_of_factors():
 
 
 def test_one_batch_is_no_iterable_of_batches():
-    with pytest.raises(ArgumentError, match=r"`accumulate` takes an iterable of batches: pass \[batch\] for one"):
+    with pytest.raises(ArgumentError, match=r"`accumulate` takes batches: pass \[batch\] for one"):
         accumulate(classify, cnn(), (IMAGES, CLASSES), Mean())
 
 

@@ -40,15 +40,8 @@ from persample._torch import (
     tensors_read,
 )
 from persample.engines.compiled.batchable import CHANGES_A_NUMBER, UNREAD, split_kept
-from persample.engines.compiled.graph import (
-    Capture,
-    Captured,
-    History,
-    Marker,
-    UncapturableError,
-    failed_guard,
-    refusal,
-)
+from persample.engines.compiled.graph import Capture, Captured, History, Marker, failed_guard, refusal
+from persample.engines.compiled.trace import TraceError
 from persample.errors import CompileLimitWarning
 from persample.inputs.batch import check_kind
 from persample.utils.isolation import after_imports, in_one_thread, undone
@@ -133,7 +126,7 @@ class Entry:
         except NewError as error:
             for key in [key for key, known in _entries.items() if known is self]:  # torch has marked its code
                 del _entries[key]
-            raise UncapturableError(
+            raise TraceError(
                 "torch.compile does not run here: it is disabled, or a TorchDispatchMode is active"
             ) from error
         except (RuntimeError, AssertionError, TypeError) as error:  # Dynamo asserts; a marker is no gradient
@@ -141,10 +134,10 @@ class Entry:
                 torch.compiler.allow_in_graph(list(UNREAD))
                 self._unread = _Unread
                 # Who marks a tensor to differentiate by it is told that, and not what stops the second attempt.
-                with suppress(UncapturableError) if _MARKS in str(error) else nullcontext():
+                with suppress(TraceError) if _MARKS in str(error) else nullcontext():
                     return self.capture(function, *args)
                 self._unread = None
-            raise UncapturableError(refusal(error)) from error
+            raise TraceError(refusal(error)) from error
         return self._prepared(captured)
 
     def _prepared(self, captured: Captured) -> Captured:
@@ -153,7 +146,7 @@ class Entry:
             self._vain += captured.capture not in self.captures and captured.capture.twin is not captured.capture
             self.captures.add(captured.capture)
             if captured.capture.refusal is not None:
-                raise UncapturableError(captured.capture.refusal)
+                raise TraceError(captured.capture.refusal)
             return replace(captured, capture=captured.capture.twin)
         return captured
 

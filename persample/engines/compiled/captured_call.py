@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from persample._torch import buffer_slots
 from persample.engines.compiled.capture import entry_of
-from persample.engines.compiled.graph import Capture, Captured, Constant, Marker, Origin, Output, UncapturableError
-from persample.engines.compiled.trace import Format
+from persample.engines.compiled.graph import Capture, Captured, Constant, Marker, Origin, Output
+from persample.engines.compiled.trace import Format, TraceError
 from persample.inputs.batch import check_kind
 from persample.inputs.call import Call
 from persample.inputs.modules import ParamTree
@@ -75,13 +75,13 @@ def captured_call(call: Call) -> Call:
         for x, requires_grad, grad in before:
             if x.requires_grad != requires_grad or x.grad is not grad:
                 x.requires_grad, x.grad = requires_grad, grad
-                raise UncapturableError(f"it changes requires_grad or grad of {tree.names[id(x)]}")
+                raise TraceError(f"it changes requires_grad or grad of {tree.names[id(x)]}")
         if changes:
             entry_of(loss.fn).changes_modules = True
     buffers = [x for part in tree.parts.values() for x in part.buffers(recurse=False)]
     written = {tree.names.get(storage_key(x)) for x in captured.written} - {None}
     if written:
-        raise UncapturableError(f"it writes into {', '.join(map(str, written))}")
+        raise TraceError(f"it writes into {', '.join(map(str, written))}")
     split = [*call.params_batched, *call.leaves_batched]
     fn, closed_over = _graph_function(captured, [*values, *sample], split, buffers, stored)
     batched = (*call.leaves_batched, *(False for _ in closed_over))
@@ -147,13 +147,13 @@ def _graph_function(
     those of the modules among the parameters, ``stored`` the outputs that were found in these modules.
     """
     if len(captured.returned | stored) < captured.num_outputs:
-        raise UncapturableError("it keeps a tensor in an object outside: return the tensor in aux instead")
+        raise TraceError("it keeps a tensor in an object outside: return the tensor in aux instead")
     inputs, leaves, closed_over = captured.origins(given, batched)
     own = {storage_key(x) for x, split in zip(given, batched, strict=True) if split and isinstance(x, Tensor)}
     for x in closed_over:
         check_kind("a tensor that loss_fn reads", x)
         if storage_key(x) in own:  # Dynamo records neither x.data nor x.T of a vector
-            raise UncapturableError("it returns a view of an argument that Dynamo does not record: return a copy of it")
+            raise TraceError("it returns a view of an argument that Dynamo does not record: return a copy of it")
     constants = repr([x for x in leaves if isinstance(x, Constant)])
     are_buffers = set(map(id, buffers))
     copied = frozenset(len(given) + n for n, x in enumerate(closed_over) if id(x) in are_buffers)

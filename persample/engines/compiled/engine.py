@@ -10,7 +10,6 @@ from typing import cast
 from persample import pipeline
 from persample.engines.compiled.capture import LimitError
 from persample.engines.compiled.earlier_calls import Asked, remember
-from persample.engines.compiled.graph import UncapturableError
 from persample.engines.compiled.programs import DoubtfulError, Program, program_of
 from persample.engines.compiled.task import Task, UnfinishedError
 from persample.engines.compiled.trace import TraceError
@@ -58,7 +57,7 @@ def _computed(task: Task, asked: Asked | None = None) -> Tree:
         return _eagerly(task)
     except UnfinishedError:
         return task.last_step(_computed(replace(task, finishes=False, out=None)))
-    except (UncapturableError, TraceError) as error:
+    except TraceError as error:
         if captured is not None and captured.loss.capture is not None and captured.loss.capture.read_values():
             return _computed(task, asked)
         refusal = error

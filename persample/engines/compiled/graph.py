@@ -21,6 +21,7 @@ from persample.engines.compiled.batchable import (
     refused_view,
     written_memory,
 )
+from persample.engines.compiled.trace import TraceError
 from persample.inputs.modules import StandIn
 from persample.utils import trees
 from persample.utils.origin import OURS
@@ -123,10 +124,6 @@ class _Naming(Interpreter):
             raise
 
 
-class UncapturableError(Exception):
-    """Raised for a function that Dynamo cannot capture as one graph; the message is the reason."""
-
-
 class Marker(StandIn):
     """Stands for one tensor that a captured function returns; ``known`` are the outputs that no marker stands for."""
 
@@ -142,7 +139,7 @@ class Marker(StandIn):
 
     def item(self) -> NoReturn:
         """Refuse to be read by code such as ``losses.append(loss.item())``, which Dynamo runs after the graph."""
-        raise UncapturableError("it keeps a number that it reads: return the tensor in aux instead")
+        raise TraceError("it keeps a number that it reads: return the tensor in aux instead")
 
     def standing_for(self, x: object) -> object:
         """Return a marker of the same call for a known output, and anything else as it is."""

@@ -72,7 +72,7 @@ def _taken(x: object, tensors: list[Tensor]) -> object:
 
 
 class TraceError(Exception):
-    """Raised for a loss that cannot be traced: it depends on values, or torch has no rule for an operation."""
+    """Raised for a loss that Dynamo cannot capture as one graph, or torch cannot trace; the message is the reason."""
 
 
 # torch's warning where vmap runs an operation once for each sample.
