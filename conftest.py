@@ -5,8 +5,9 @@ import gc
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-# Importing these makes the device that they test, for the whole process.
-collect_ignore = ["tests/standin.py", "tests/standin_calls.py"]
+# Importing these makes the device that they test, for the whole process;
+# the programs have no doctests, and import much.
+collect_ignore = ["tests/standin.py", "tests/standin_calls.py", "docs/examples"]
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
 
 
