@@ -28,8 +28,8 @@ from benchmarks.workload import Workload
 from benchmarks.workloads import build
 from persample import clear_cache
 
-# Seconds of the timed calls of a row together, and how many they are.
-SECONDS, ROUNDS = 0.7, (5, 25)
+# The fewest and the most timed calls of a row.
+ROUNDS = (5, 25)
 # The largest relative distance to the loop. cuDNN rounds to TF32; sums of half precision depend on their order.
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
 
@@ -64,8 +64,16 @@ class Card:
         """Return the environment."""
         return run_environment(cuda=self.cuda)
 
-    def measure(self, workload: str, dtype: str, quantity: str, method: str) -> dict[str, Any]:
-        """Set a method up, check its result, and return the measured fields of a record."""
+    def measure(self, workload: str, dtype: str, quantity: str, method: str, seconds: float = 0.0) -> dict[str, Any]:
+        """Set a method up, check its result, and return the measured fields of a record.
+
+        Args:
+            workload: the name of the workload.
+            dtype: torch's name of the dtype.
+            quantity: what is computed.
+            method: the name of the method.
+            seconds: of the timed calls together, within ROUNDS.
+        """
         prepare = _method(method).prepare
         self._forget_programs()
         if self.built != (workload, dtype):
@@ -79,7 +87,7 @@ class Card:
         if not error < TOLERANCE[dtype]:
             return {"status": "wrong", "reason": f"differs from the loop by {error:.2g} of its norm", "error": error}
         (call_s,) = clock(times=1)
-        times = clock(times=min(max(round(SECONDS / call_s), ROUNDS[0]), ROUNDS[1]))
+        times = clock(times=min(max(round(seconds / call_s), ROUNDS[0]), ROUNDS[1]))
         low, high = np.quantile(times, [0.25, 0.75])
         return {
             "median_s": statistics.median(times),
