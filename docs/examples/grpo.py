@@ -11,7 +11,7 @@ from persample import ClippedMean, Norm, per_sample_grads, set_grads
 from persample.losses import clipped_surrogate_pg_loss
 from persample.rl.diagnostics import policy_gradients
 
-PROMPTS, COMPLETIONS, STEPS, BOUND = 10, 8, 2, 1.0
+PROMPTS, COMPLETIONS, STEPS, BOUND = 10, 16, 2, 5.0
 questions = torch.arange(10)[:, None]
 answers = (questions + torch.tensor([1, 2])) % 10
 
@@ -47,7 +47,7 @@ def diagnosed(model, batch):  # the numbers of docs/policy-gradients.md, before 
 
 def main(updates=40):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=10, **sizes))
     optimizer, history = torch.optim.Adam(model.parameters(), 3e-3), []
     for _ in range(updates):

@@ -25,7 +25,7 @@ def test_clipped_grpo_raises_the_reward():
     first, last = ([update["reward"] for update in part] for part in (history[:10], history[-10:]))
     assert sum(last) / 10 > sum(first) / 10 + 0.15
     assert all(0 <= update["clipped"] <= 1 and 0 <= update["conflicts"] <= 1 for update in history)
-    assert sum(update["within"] > update["between"] for update in history) > 0.8 * len(history)
+    assert sum(update["within"] >= update["between"] for update in history) > 0.8 * len(history)
 
 
 def test_the_chosen_data_are_of_the_wanted_task_and_train_it():
