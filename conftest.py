@@ -6,8 +6,9 @@ import sys
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-# Importing the first makes the device that they test, for the whole process; the last is only checked.
-collect_ignore = ["tests/standin.py", "tests/standin_calls.py", "tests/users_code.py"]
+# Importing the first makes the device that they test, for the whole process; users' code is only checked; the programs
+# have no doctests, and import much.
+collect_ignore = ["tests/standin.py", "tests/standin_calls.py", "tests/users_code.py", "docs/examples"]
 # Notebooks whose trainings take nearly half of the time of all notebooks; `make slow` runs them.
 TRAININGS = {"04_reinforce.ipynb", "09_second_order.ipynb", "12_equation_and_wave_function.ipynb"}
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import importlib.metadata
 import os
 import platform
@@ -32,6 +33,12 @@ def environment() -> dict[str, str | int | None]:
         "platform": platform.platform(),
         "git_revision": _git_revision(),
     }
+
+
+def run_environment(*, cuda: bool) -> dict[str, str | int | None]:
+    """Return the same with the GPU, if there is one in use, and the date."""
+    gpu = torch.cuda.get_device_name() if cuda else None
+    return {**environment(), "gpu": gpu, "date": dt.datetime.now(dt.timezone.utc).date().isoformat()}
 
 
 def version(package: str) -> str | None:

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
+from benchmarks.methods.by_hand import arrays
 from benchmarks.methods.method import CORRECTION, DAMPING, MAX_NORM
 from benchmarks.quantities import Arrays, checked_rows
 from benchmarks.saved import save_truth
@@ -21,6 +22,11 @@ from benchmarks.workloads import Workload, build
 
 def oracle(work: Workload, quantity: str) -> Arrays:
     """Compute a quantity sample by sample, in the precision of the workload (``work.to(torch.float64)``)."""
+    return arrays(reference(work, quantity))
+
+
+def reference(work: Workload, quantity: str) -> Tensor | dict[str, Tensor]:
+    """Compute the same as float64 tensors on the device of the workload."""
     batch_size = len(work.batch[0])
     match quantity:
         case "stack":
@@ -31,47 +37,46 @@ def oracle(work: Workload, quantity: str) -> Arrays:
         case "gram":
             return _gram(work)
         case "variance":
-            return {name: g.var(0, ddof=CORRECTION) for name, g in _stack(work, range(batch_size)).items()}
+            return {name: g.var(0, correction=CORRECTION) for name, g in _stack(work, range(batch_size)).items()}
         case _:
             return _weighted_sum(work, _weights(work, quantity, batch_size))
 
 
 def _weights(work, quantity, batch_size):
     if quantity == "natural_gradient":
-        system = _gram(work) / batch_size + DAMPING * np.eye(batch_size)
-        return np.linalg.solve(system, np.ones(batch_size)) / batch_size
+        system = _gram(work) / batch_size
+        system += DAMPING * torch.eye(batch_size).to(system)
+        return torch.linalg.solve(system, system.new_ones(batch_size)) / batch_size
     if quantity == "clipped_mean":
-        with np.errstate(divide="ignore"):
-            return np.minimum(1, MAX_NORM / _norms(work)) / batch_size
-    return np.full(batch_size, 1 / batch_size)
+        return (MAX_NORM / _norms(work)).clamp(max=1) / batch_size  # a norm of 0 gives ∞, clamped to 1
+    return [1 / batch_size] * batch_size
 
 
 def _gram(work):
-    batch_size = len(work.batch[0])
-    rows = np.concatenate([g.reshape(batch_size, -1) for g in _stack(work, range(batch_size)).values()], 1)
+    rows = torch.cat([g.flatten(1) for g in _stack(work, range(len(work.batch[0]))).values()], 1)
     return rows @ rows.T
 
 
-def _grads(work: Workload, samples) -> Iterator[dict[str, np.ndarray]]:
+def _grads(work: Workload, samples) -> Iterator[dict[str, Tensor]]:
     params = work.trained
     for i in samples:
         loss = work.loss_fn(work.model, *(x[i] for x in work.batch))
         grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-        yield {name: grad.numpy() for name, grad in zip(params, grads, strict=True)}
+        yield {name: grad.double() for name, grad in zip(params, grads, strict=True)}
 
 
 def _stack(work, samples):
     rows = list(_grads(work, samples))
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _norms(work):
-    squares = [sum(np.vdot(g, g) for g in grads.values()) for grads in _grads(work, range(len(work.batch[0])))]
-    return np.sqrt(squares)
+    lengths = [[g.norm() for g in grads.values()] for grads in _grads(work, range(len(work.batch[0])))]
+    return torch.stack([torch.stack(one).norm() for one in lengths])
 
 
 def _weighted_sum(work, weights):
-    total = {name: np.zeros(p.shape) for name, p in work.params.items()}
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in work.params.items()}
     for weight, grads in zip(weights, _grads(work, range(len(weights))), strict=True):
         for name, grad in grads.items():
             total[name] += weight * grad

@@ -2,7 +2,7 @@
 
 There is one results file per machine. README has three numbers of ``results/cpu.json`` and ``results/large``;
 docs/benchmarks.md and docs/benchmark-tables.md have a part for each file. Those in ``results/sweep`` are runs of the
-sweep, which have a part of their own on both pages.
+sweep, which have a part of their own on both pages. Those in ``results/gpu`` replace the figures of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.notes import NOTES
+from benchmarks.report.cards import card_table
 from benchmarks.report.figures import draw, shown_by
 from benchmarks.report.files import read
 from benchmarks.report.front import first_calls, headlines, processors, verdicts
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- benchmarks: begin (made by `make bench-report`; edits are lost) -->"
 END = "<!-- benchmarks: end -->"
 README, DOCS, TABLES = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/benchmark-tables.md")
+GPU = Path("docs/gpu.md")
 PICTURES = Path("docs/benchmarks")
 # The run, quantity, workloads and methods of the summary's table.
 MAIN, QUANTITY = "cpu", "clipped_mean"
@@ -67,6 +69,8 @@ def pages(root: Path, found: dict[str, Results]) -> dict[Path, str]:
         DOCS: docs_part(found) + _swept(swept, sweep_part),
         TABLES: tables_part(found) + _swept(swept, lambda run: every_workload(run).markdown()),
     }
+    if cards := runs(root, "gpu"):
+        inside[GPU] = "\n".join(card_table(run) for run in cards.values())
     return {root / page: between(root / page, part) for page, part in inside.items()}
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +41,7 @@ class Process:
         environment: the environment of its Python.
         cuda: whether it uses the GPU.
         cache: the folder of compiled code; None: the user's folder.
+        command: the module that answers, and its arguments.
 
     Attributes:
         about: the worker's description of its environment.
@@ -49,13 +51,13 @@ class Process:
 
     serves = ("", 0)
 
-    def __init__(self, environment: str, *, cuda: bool = False, cache: str | None = None):
+    def __init__(self, environment: str, *, cuda: bool = False, cache: str | None = None, command: Sequence[str] = ()):
         self.environment = environment
         self.used = False
         # Output of libraries goes to a stream of its own: a pipe without a reader would fill up.
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end
         self._process = subprocess.Popen(
-            [PYTHONS[environment], "-m", "benchmarks.worker", environment, *(["cuda"] if cuda else [])],
+            [PYTHONS[environment], "-m", *(command or ("benchmarks.worker", environment, *(["cuda"] if cuda else [])))],
             cwd=ROOT,
             env={**os.environ, **({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})},
             stdin=subprocess.PIPE,

@@ -95,18 +95,10 @@ def _progress() -> Progress:
 
 def _report(progress: Progress, task) -> Callable[[str, Record], None]:
     def report(label: str, record: Record) -> None:
-        progress.console.print(f"{escape(label)}: {escape(_found(record))}", highlight=False)
+        progress.console.print(f"{escape(label)}: {escape(record.words)}", highlight=False)
         progress.advance(task)
 
     return report
-
-
-def _found(record: Record) -> str:
-    if record.status != "ok":
-        return f"{record.status}: {record.reason}"
-    memory = "" if record.peak_bytes is None else f", {record.peak_bytes / 2**20:.1f} MiB"
-    ratio = "" if record.ratio is None else f" = {record.ratio:.2f} × the batch gradient"
-    return f"{record.median_s * 1e3:.3f} ms{ratio}{memory}"
 
 
 if __name__ == "__main__":

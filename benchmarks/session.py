@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from benchmarks.cells import Cell
-from benchmarks.machine import environment
+from benchmarks.machine import run_environment
 from benchmarks.measure import Pace, Turn, measure, middle, set_up
 from benchmarks.report.files import merge, read, write
 from benchmarks.report.records import UNIT, Record, Results, Target
@@ -49,10 +46,10 @@ class Session:
         targets: tuple[Target, ...] = TARGETS,
     ):
         self._workers, self._path, self._pace, self._report = workers, path, pace, report
-        self._results = Results(_environment(workers), targets=targets)
+        self._results = Results({**run_environment(cuda=workers.cuda), "peers": workers.packages}, targets=targets)
         if path.exists():
             before = read(path)
-            _check_same(path, before.environment, self._results.environment)
+            check_same(path, before.environment, self._results.environment)
             self._results = merge([replace(before, targets=()), self._results])
 
     def missing(self, wanted: Sequence[T]) -> list[T]:
@@ -111,13 +108,8 @@ def _grouped(items: Sequence[T], key: Callable[[T], str]) -> Iterator[tuple[str,
         yield name, list(group)
 
 
-def _environment(workers: Workers) -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name() if workers.cuda else None
-    date = dt.datetime.now(dt.timezone.utc).date().isoformat()
-    return {**environment(), "gpu": gpu, "date": date, "peers": workers.packages}
-
-
-def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to add to the results of another machine."""
     for name in SAME:
         if before.get(name) != now[name]:
             expected = f"the results of this machine, whose {name} is {now[name]!r}"

@@ -77,6 +77,22 @@ def peak_bytes(call: Call, *, cuda: bool = False) -> int | None:
     return _cuda_peak(call) if cuda else _resident_peak(call)
 
 
+def kernel_seconds(call: Call, *, cuda: bool = False) -> float | None:
+    """Return the seconds of one call in which the device computes: of all kernels on a GPU, else of all operators."""
+    import torch
+    from torch.autograd import DeviceType
+
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        if cuda:
+            torch.cuda.synchronize()
+    if not cuda:
+        return sum(event.self_cpu_time_total for event in profile.events()) / 1e6
+    kernels = [x for x in profile.events() if x.device_type == DeviceType.CUDA and not x.is_user_annotation]
+    return sum(kernel.self_device_time_total for kernel in kernels) / 1e6 or None
+
+
 def _cuda_peak(call: Call) -> int:
     import torch
 

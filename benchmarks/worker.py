@@ -11,11 +11,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from benchmarks import saved, stopwatch
 from benchmarks.methods import load
@@ -24,6 +24,7 @@ from benchmarks.quantities import agrees
 
 # Environments whose methods take the workload itself; the others take saved workloads.
 WITH_TORCH = ("torch", "torch-peers")
+Request = Callable[..., dict[str, Any]]
 # Packages whose versions are recorded.
 PACKAGES = ("opacus", "backpack-for-pytorch", "torchjd", "jax", "jax-privacy", "mindspore")
 
@@ -43,6 +44,11 @@ class Worker:
     takes_saved: bool = False
     cuda: bool = False
     prepared: Prepared | None = None
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """What it answers."""
+        return {"prepare": self.prepare, "time": self.time, "memory": self.memory}
 
     def about(self) -> dict[str, Any]:
         """Return the methods and packages of this environment."""
@@ -96,20 +102,27 @@ def _version(package: str) -> str | None:
         return None
 
 
-def answer(worker: Worker, do: str, **arguments: Any) -> dict[str, Any]:
+class Answers(Protocol):
+    """What a process does: it describes itself, and answers requests by name."""
+
+    def about(self) -> dict[str, Any]: ...
+
+    @property
+    def requests(self) -> dict[str, Request]: ...
+
+
+def answer(worker: Answers, do: str, **arguments: Any) -> dict[str, Any]:
     """Answer a request; a failure is answered with its status and the original message."""
-    requests = {"prepare": worker.prepare, "time": worker.time, "memory": worker.memory}
     try:
-        return requests[do](**arguments)
+        return worker.requests[do](**arguments)
     except CannotError as error:
         return {"status": "cannot", "reason": str(error), "untouched": True}
     except Exception as error:  # noqa: BLE001 - whatever a library raises is its answer
-        if stopwatch.is_out_of_memory(error):
-            return {
-                "status": "out of memory",
-                "reason": f"asks for more than {arguments.get('limit', 0) / 2**30:.0f} GiB",
-            }
-        return {"status": "cannot", "reason": f"{type(error).__name__}: {_first_words(str(error))}"}
+        words = f"{type(error).__name__}: {_first_words(str(error))}"
+        if not stopwatch.is_out_of_memory(error):
+            return {"status": "cannot", "reason": words}
+        limit = arguments.get("limit")
+        return {"status": "out of memory", "reason": f"asks for more than {limit / 2**30:.0f} GiB" if limit else words}
 
 
 def _first_words(text: str) -> str:
@@ -117,19 +130,24 @@ def _first_words(text: str) -> str:
     return words if len(words) <= 200 else words[:199] + "…"
 
 
-def serve(worker: Worker, requests: Iterable[str], answers: TextIO) -> None:
+def serve(worker: Answers, requests: Iterable[str], answers: TextIO) -> None:
     """Answer requests line by line."""
     print(json.dumps(worker.about()), file=answers, flush=True)
     for request in requests:
         print(json.dumps(answer(worker, **json.loads(request))), file=answers, flush=True)
 
 
-def main() -> None:
-    environment, *options = sys.argv[1:]
+def answer_standard_input(make: Callable[[], Answers]) -> None:
+    """Answer the requests of a ``Process`` until they end."""
     stopwatch.keep_freed_memory()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # keep output of libraries apart from the answers
-    serve(Worker(load(environment), environment not in WITH_TORCH, "cuda" in options), sys.stdin, answers)
+    serve(make(), sys.stdin, answers)
+
+
+def main() -> None:
+    environment, *options = sys.argv[1:]
+    answer_standard_input(lambda: Worker(load(environment), environment not in WITH_TORCH, "cuda" in options))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Workload:
         functional: the loss of one sample as a function of the parameters, (params, *sample) → ``[]``, where that is
             how one would write it.
         target: a frozen network that the losses close over.
+        held_out: a batch of validation samples.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Workload:
     name: str = ""
     functional: Callable[..., Tensor] | None = None
     target: nn.Module | None = None
+    held_out: tuple[Tensor, ...] = ()
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -69,8 +71,11 @@ class Workload:
             if module is not None:
                 module.to(where)
         fixed = isinstance(where, torch.dtype)
-        batch = tuple(x if fixed and not x.is_floating_point() else x.to(where) for x in self.batch)
-        return _replace(self, batch=batch)
+
+        def moved(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(x if fixed and not x.is_floating_point() else x.to(where) for x in batch)
+
+        return _replace(self, batch=moved(self.batch), held_out=moved(self.held_out))
 
     def saved(self) -> Saved:
         """Turn it into arrays."""

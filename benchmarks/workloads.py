@@ -131,7 +131,7 @@ def lora(vocabulary, batch_size, rank=8, scale=2.0):
     return _replace(base, kind="lora", sizes={**base.sizes, "rank": rank, "scale": scale}, model=model)
 
 
-def gpt2(batch_size, length):
+def gpt2(batch_size, length, *, held_out=0, **sizes):
     """GPT-2 with 124 million parameters, as transformers has it, without dropout: next-token cross-entropy."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -141,10 +141,33 @@ def gpt2(batch_size, length):
     def loss(model, tokens):
         return batch_loss(model, tokens.unsqueeze(0))
 
-    config = GPT2Config(use_cache=False)
-    batch = (torch.randint(config.vocab_size, (batch_size, length)),)
-    sizes = {"batch_size": batch_size, "length": length}
-    return Workload("gpt2", sizes, GPT2LMHeadModel(config).eval(), loss, batch_loss, batch)
+    config = GPT2Config(use_cache=False, **sizes)
+    tokens, others = torch.randint(config.vocab_size, (batch_size + held_out, length)).split([batch_size, held_out])
+    sizes = {"batch_size": batch_size, "length": length, **sizes}
+    model = GPT2LMHeadModel(config).eval()
+    return Workload("gpt2", sizes, model, loss, batch_loss, (tokens,), held_out=(others,))
+
+
+def images(model, batch_size, size, classes):
+    """Classification of random images, by a model that takes batches alone."""
+
+    def batch_loss(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    def loss(model, x, y):
+        return batch_loss(model, x[None], y[None])
+
+    batch = torch.rand(batch_size, 3, size, size), torch.randint(classes, (batch_size,))
+    return Workload("images", {"batch_size": batch_size, "size": size}, model, loss, batch_loss, batch)
+
+
+def resnet(batch_size, size, depths=(3, 4, 6, 3), width=64, classes=1000):
+    return images(models.resnet(depths, width, classes), batch_size, size, classes)
+
+
+def vision_transformer(batch_size, size, patch=16, width=384, layers=12, heads=6, classes=1000):
+    model = models.VisionTransformer(size, patch, width, layers, heads, classes)
+    return images(model, batch_size, size, classes)
 
 
 def wide_mlp(batch_size):
@@ -185,6 +208,17 @@ LARGE: dict[str, Callable[[], Workload]] = {
     "GPT-2 124M, T=128, B=4": lambda: gpt2(4, 128),
     "GPT-2 124M, T=512, B=2": lambda: gpt2(2, 512),
 }
+# What a GPU is measured with, and the same in a size that a CPU computes at once.
+CARD: dict[str, Callable[[], Workload]] = {
+    "GPT-2 124M, T=1024, B=16": lambda: gpt2(16, 1024, held_out=8),
+    "ResNet-50, 224², B=64": lambda: resnet(64, 224),
+    "ViT-S/16, 224², B=64": lambda: vision_transformer(64, 224),
+}
+TINY: dict[str, Callable[[], Workload]] = {
+    "tiny GPT-2": lambda: gpt2(3, 8, held_out=2, n_embd=16, n_layer=1, n_head=2, vocab_size=50),
+    "tiny ResNet": lambda: resnet(3, 32, (1, 1), 4, 10),
+    "tiny ViT": lambda: vision_transformer(3, 16, 8, 16, 1, 2, 10),
+}
 
 
 # For the scaling curves, this one exists in any size.
@@ -200,5 +234,5 @@ def build(name: str) -> Workload:
         elif name in DRAWS:
             work = drawn.build(DRAWS[name])
         else:
-            work = (WORKLOADS | LARGE)[name]()
+            work = (WORKLOADS | LARGE | CARD | TINY)[name]()
         return _replace(work, name=name)

@@ -17,5 +17,10 @@ FILES: dict[str, tuple[str, ...]] = {
 
 def load(environment: str) -> dict[str, Method]:
     """Import the methods of one environment, by name."""
-    files = [importlib.import_module(f"benchmarks.methods.{name}") for name in FILES[environment]]
+    return methods_of(*FILES[environment])
+
+
+def methods_of(*names: str) -> dict[str, Method]:
+    """Import the methods of some files, by name."""
+    files = [importlib.import_module(f"benchmarks.methods.{name}") for name in names]
     return {method.name: method for file in files for method in file.METHODS}

@@ -27,4 +27,5 @@ def arrays(result: Any) -> Any:
     """Turn tensors into arrays."""
     if isinstance(result, Mapping):
         return {name: arrays(value) for name, value in result.items()}
-    return np.asarray(result.detach().cpu())
+    on_host = result.detach().cpu()
+    return np.asarray(on_host.float() if on_host.dtype == torch.bfloat16 else on_host)

@@ -109,5 +109,6 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
     "transformer": _next_token,
     "lora": _next_token,
     "wide_mlp": _squared_error,
+    "images": _classes,
     **dict.fromkeys((f"drawn {kind}" for kind in KINDS), _classes),
 }

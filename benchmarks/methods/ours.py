@@ -9,7 +9,19 @@ from benchmarks.methods.by_hand import arrays
 from benchmarks.methods.method import CORRECTION, DAMPING, MAX_NORM, Method, Prepared
 from benchmarks.quantities import QUANTITIES
 from benchmarks.workloads import Workload
-from persample import ClippedMean, Gram, Mean, NaturalGradient, Norm, Stack, Variance, per_sample_grads
+from persample import (
+    ClippedMean,
+    Dot,
+    Factored,
+    Gram,
+    Mean,
+    NaturalGradient,
+    Norm,
+    Stack,
+    Variance,
+    per_sample_grads,
+)
+from persample.reductions import Reduction
 
 REDUCTIONS = {
     "stack": Stack(),
@@ -22,9 +34,22 @@ REDUCTIONS = {
 }
 
 
+def _reductions(work: Workload, quantity: str) -> Reduction | dict[str, Reduction]:
+    if quantity in REDUCTIONS:
+        return REDUCTIONS[quantity]
+    wanted = {"update": ClippedMean(MAX_NORM), "norms": Norm()}
+    held_out = partial(per_sample_grads, work.loss_fn, work.model, work.held_out)
+    match quantity:
+        case "step_gram":
+            return {**wanted, "gram": Gram(held_out(Factored()))}
+        case "step_dot":
+            return {**wanted, "dot": Dot(held_out(Mean()))}
+    return wanted
+
+
 def prepare(work: Workload, quantity: str, *, engine: str, reuses: bool = False) -> Prepared:
     loss_fn, params = (work.loss_fn, work.model) if work.functional is None else (work.functional, work.params)
-    call = partial(per_sample_grads, loss_fn, params, work.batch, REDUCTIONS[quantity], engine=engine)
+    call = partial(per_sample_grads, loss_fn, params, work.batch, _reductions(work, quantity), engine=engine)
     if not reuses:
         return Prepared(call, arrays)
     start = time.perf_counter()

@@ -58,6 +58,7 @@ class Record(_Checked):
         unit_peak_bytes: the same of the batch gradient.
         first_call_s: seconds of the first call, compilation included.
         error: the largest relative error against the plain loop in float64.
+        kernel_s: seconds of one call in which a GPU computed.
 
     Raises:
         ArgumentError: if the status is not one of the five, or a name holds markup or a path.
@@ -83,6 +84,7 @@ class Record(_Checked):
     unit_peak_bytes: int | None = None
     first_call_s: float | None = None
     error: float | None = None
+    kernel_s: float | None = None
 
     def __post_init__(self) -> None:
         self._named("workload", "quantity", "method")
@@ -92,6 +94,15 @@ class Record(_Checked):
     def key(self) -> tuple[str, str, str]:
         """The fields that identify the record within a run."""
         return self.workload, self.quantity, self.method
+
+    @property
+    def words(self) -> str:
+        """What was found, in one line."""
+        if self.status != "ok" or self.median_s is None:
+            return f"{self.status}: {self.reason}"
+        memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 2**20:.1f} MiB"
+        ratio = "" if self.ratio is None else f" = {self.ratio:.2f} × the {UNIT}"
+        return f"{self.median_s * 1e3:.3f} ms{ratio}{memory}"
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,14 @@ def words(name: str) -> str:
         >>> words("clipped_mean")
         'clipped mean'
     """
-    return {"stack": "stacked gradients", "gram": "Gram matrix"}.get(name, name.replace("_", " "))
+    known = {
+        "stack": "stacked gradients",
+        "gram": "Gram matrix",
+        "step": "clipped mean and norms",
+        "step_gram": "clipped mean, norms, products with each validation gradient",
+        "step_dot": "clipped mean, norms, products with the mean validation gradient",
+    }
+    return known.get(name, name.replace("_", " "))
 
 
 def shortened(text: str) -> str:
