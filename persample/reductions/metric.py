@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -71,7 +70,8 @@ def in_metric(gradients: Gradients, metric: Tree) -> Gradients:
     if metric is None:
         return gradients
     spec = gradients.spec
-    return replace(gradients, factors=tuple(scaled_by_metric(gradients.factors, metric, spec.structure, spec.dtypes)))
+    scaled = tuple(scaled_by_metric(gradients.factors, metric, spec.structure, spec.dtypes))
+    return Gradients(scaled, spec, gradients.losses, weights=gradients.weights)
 
 
 def scaled_by_metric(
