@@ -220,21 +220,22 @@ def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
     if call.memory == "low" and _are_contracted(call, required_ops):
         return _in_passes(call, required_ops)
     plan, go_back = call.plan(required_ops), None if call.randomness == "error" else rng.rewinding(call.randomness)
+    grads: Sequence[Tensor | None] | None = None
     try:
-        recorder, losses, *of_aux = _forward(call, partial(LayerRecorder, plan=plan))
+        recorder, losses, aux, has_aux = _forward(call, partial(LayerRecorder, plan=plan))
         grads = _differentiated(losses, recorder)
     except SavesByHooksError:
         if go_back is not None:
             go_back()
         if _are_contracted(call, required_ops):
             return _in_passes(call, required_ops)
-        (recorder, losses, *of_aux), grads = _forward(call, partial(PassRecorder, plan=plan), _backward), None
+        recorder, losses, aux, has_aux = _forward(call, partial(PassRecorder, plan=plan), _backward)
     with full_precision(losses.device):
         if grads is not None:
             recorder.add(grads, losses.shape)
         factors = [recorder.factor(place) for place in range(len(call.params))]
         norms = recorder.term_norms() if Op.term_norms in required_ops else None
-    return Gradients(tuple(factors), call.loss.spec, losses.detach(), *of_aux, call.weights, term_norms=norms)
+    return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights, term_norms=norms)
 
 
 def _are_contracted(call: Call, required_ops: frozenset[str]) -> bool:
@@ -255,12 +256,14 @@ def _in_passes(call: Call, required_ops: frozenset[str]) -> Gradients:
         recorder = passed(required_ops, None)[0]
         return [recorder.factor(place) for place in range(len(call.params))]
 
-    recorder, losses, *of_aux = passed({Op.squared_norms}, squares)
+    recorder, losses, aux, has_aux = passed({Op.squared_norms}, squares)
+    kept: Leaf = Kept(len(call.params), factors)
     return Passes(
-        Kept(len(call.params), factors),
+        kept,
         call.loss.spec,
         losses.detach(),
-        *of_aux,
+        aux,
+        has_aux,
         call.weights,
         squares=recorder.results(),
         contracted=lambda contract: passed({Op.weighted_sum}, contract)[0].results(),
@@ -302,7 +305,7 @@ def _backward(call: Call, recorder: PassRecorder, losses: Tensor, again: LayerGu
 def _forward(
     call: Call,
     recorder_of: Callable[[SharedParams], R],
-    in_the_vmap: Callable[[Call, R, Tensor, LayerGuard], None] | None = None,
+    in_the_vmap: Callable[[Call, Leaf, Tensor, LayerGuard], None] | None = None,
 ) -> tuple[R, Tensor, Tree, bool]:
     """Return the recorder, the losses with their graph, aux, and whether the loss returned any."""
     load_decompositions()
@@ -322,7 +325,8 @@ def _forward(
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: vmap.all_rows(x).detach().clone(), aux)
         if in_the_vmap is not None:
-            in_the_vmap(call, recorder, losses, LayerGuard(LayerInterceptor(params, vmap, Again()), leaves))
+            again: Leaf = Again()
+            in_the_vmap(call, recorder, losses, LayerGuard(LayerInterceptor(params, vmap, again), leaves))
     return recorder, losses, aux, has_aux
 
 

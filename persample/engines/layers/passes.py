@@ -28,6 +28,7 @@ from persample.factors.cost_model import Plan
 from persample.gradients import Gradients, squared_norms_per_factor
 from persample.utils.numerics import as_real, autocast, full_precision
 from persample.utils.trees import Leaf, Tree
+from persample.vmap_rules.effects import reads_state
 
 _OF_LAYER = "of_layer"  # the attribute of what ``Again`` saves: torch compares shapes alone
 Contract: TypeAlias = Callable[[int, Factor], Tensor]  # of the factor of the parameter at a place
@@ -145,7 +146,7 @@ class PassRecorder(LayerRecorder):
         return [self._found[place] for place in range(count)]
 
 
-def _places(layer: object) -> Sequence[int | None]:
+def _places(layer: Leaf) -> Sequence[int | None]:
     return layer[:2] if isinstance(layer, LayerParams) else (layer,)
 
 
@@ -184,6 +185,6 @@ class Replay(TorchFunctionMode):
         self, func: Callable[..., Tree], types: object, args: Tree = (), kwargs: Tree = None
     ) -> Tree:
         """Call a function; under the guard if torch collects what a block saves for its own backward pass."""
-        if top_saved_tensors_hooks() in {None, self._before}:
+        if top_saved_tensors_hooks() in {None, self._before} or reads_state(func):  # torch's hooks read it
             return func(*args, **kwargs or {})
         return self._guard.__torch_function__(func, types, args, kwargs)
