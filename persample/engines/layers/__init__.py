@@ -217,8 +217,6 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 
 def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
-    if call.memory == "low" and _are_contracted(call, required_ops):
-        return _in_passes(call, required_ops)
     plan, go_back = call.plan(required_ops), None if call.randomness == "error" else rng.rewinding(call.randomness)
     grads: Sequence[Tensor | None] | None = None
     try:

@@ -1,9 +1,9 @@
-"""Backward passes that keep no factors, and those of losses that checkpoint activations.
+"""Backward passes of losses that checkpoint activations, which keep no factors where reductions allow it.
 
-The factors of all layers take as much memory as the activations. Where only norms, and sums scaled by norms, are asked
-for, each takes a forward and a backward pass of its own, in which the factors of a layer are contracted, and freed, as
-soon as autograd has computed its signals. Blocks that torch computes again in the backward pass
-(``torch.utils.checkpoint``) are computed under the vmap of the forward pass again, and give layers their inputs then.
+Blocks that torch computes again in the backward pass (``torch.utils.checkpoint``) are computed under the vmap of the
+forward pass again, and give layers their inputs then. The factors of all layers would take as much memory as the
+activations. Where only norms, and sums scaled by norms, are asked for, each takes a forward and a backward pass of its
+own, in which the factors of a layer are contracted, and freed, as soon as autograd has computed its signals.
 """
 
 from __future__ import annotations
