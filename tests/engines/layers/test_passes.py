@@ -18,20 +18,22 @@ WIDTH, VOCABULARY = 16, 40
 class Language(nn.Module):
     """Blocks with residuals, with one table for words and logits; ``run`` computes a block."""
 
-    def __init__(self, run=None, blocks=3, width=WIDTH, hidden=2 * WIDTH):
+    def __init__(self, run=None, blocks=3, width=WIDTH, hidden=2 * WIDTH, scaled=False):
         super().__init__()
         self.run, self.table = run, nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
             for _ in range(blocks)
         )
-        self.scale = nn.Parameter(torch.rand(width, width))
+        self.scale = nn.Parameter(torch.rand(width, width)) if scaled else None
 
     def forward(self, ids):
         x = self.table(ids)
         for block in self.blocks:
             x = x + (block(x) if self.run is None else self.run(block, x))
-        return F.linear(x @ torch.tanh(self.scale), self.table.weight)  # of a parameter that the loss computes
+        if self.scale is not None:
+            x = x @ torch.tanh(self.scale)  # a parameter that the loss computes
+        return F.linear(x, self.table.weight)
 
 
 def again(block, x):
@@ -79,6 +81,14 @@ def test_gradients_are_those_of_the_loop(reduction, run):
         found = per_sample_grads(loss, model, ids, REDUCTIONS[reduction], **options)
         assert_trees_close(found, expected, 1e-9)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_parameters_that_the_loss_computes():
+    torch.manual_seed(0)
+    model, ids = Language(scaled=True).double(), torch.randint(VOCABULARY, (4, 9))
+    expected = per_sample_grads(loss, model, ids, REDUCTIONS["clipped"], engine="loop")
+    model.run = again
+    assert_trees_close(per_sample_grads(loss, model, ids, REDUCTIONS["clipped"]), expected, 1e-9)
 
 
 def test_passes_draw_the_same_random_numbers():
