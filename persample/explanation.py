@@ -224,9 +224,9 @@ def _passes(call: Call, required_ops: frozenset[str]) -> tuple[Sequence[Factor],
 def _of_call(call: Call, engine: Engine, ops: frozenset[str]) -> Sequence[Factor]:
     """Return the factors of samples, or of units; of units of several sizes those of the largest, which come last."""
     if call.units is None:
-        return engine(call, ops).factors
+        return tuple(engine(call, ops).factors)
     *_, last = of_units(call, engine, ops)
-    return last.factors
+    return tuple(last.factors)
 
 
 def _times(factor: Factor, plan: Plan) -> Estimate | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from persample import naive
 from persample._torch import FakeTensorMode, import_dynamo, transforms
@@ -33,7 +34,8 @@ from persample.vmap_rules import OwnTensors, SecondDerivativeError, VmapRules
 from persample.vmap_rules.effects import guarded
 
 T = TypeVar("T")
-_CHECKPOINTS = "gradient_checkpointing"  # the attribute by which modules of transformers switch them on
+# The attributes by which modules of transformers switch checkpoints on, and call ``torch.utils.checkpoint``.
+_CHECKPOINTS, _BY = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 def eager(call: Call, required_ops: frozenset[str]) -> Gradients:
@@ -71,7 +73,11 @@ def _no_terms(call: Call, reason: str, places: Sequence[int]) -> LossError:
 
 
 def without_checkpoints(call: Call, function: Callable[[], T]) -> T:
-    """Call a function; if it fails because modules of the loss checkpoint activations, again without, and warn."""
+    """Call a function; if it fails because modules of the loss checkpoint activations, again with fewer checkpoints.
+
+    Blocks that autograd enters anew in the backward pass become blocks that run again in it, with the same gradients.
+    Where these fail, too, no activations are checkpointed, with a warning.
+    """
     go_back = rng.rewinding(call.randomness)
     try:
         return function()
@@ -80,23 +86,32 @@ def without_checkpoints(call: Call, function: Callable[[], T]) -> T:
         checkpointed = [part for part in parts if vars(part).get(_CHECKPOINTS) and part.training]
         if not checkpointed:
             raise
-    go_back()
 
-    def switch(*, on: bool) -> None:
-        for part in checkpointed:
-            setattr(part, _CHECKPOINTS, on)
+    def switched(name: str, value: Leaf) -> T:
+        before = [getattr(part, name, None) for part in checkpointed]
 
-    def without() -> T:
-        switch(on=False)
-        return function()
+        def switch(values: Iterable[Leaf]) -> None:
+            for part, own in zip(checkpointed, values, strict=True):
+                setattr(part, name, own)
 
+        def body() -> T:
+            go_back()
+            switch([value] * len(before))
+            return function()
+
+        return undone(body, partial(switch, before))
+
+    try:
+        return switched(_BY, partial(checkpoint, use_reentrant=False))
+    except (CheckpointsError, DifferentiatesError):
+        pass
     warnings.warn(
         f"{call.loss.called} checkpoints activations, which vmap cannot batch: gradient_checkpointing is off in the "
         "call. Pass chunk_size= to bound memory, and call model.gradient_checkpointing_disable(); or engine='traced'.",
         FallbackWarning,
         stacklevel=users_depth(),
     )
-    return undone(without, partial(switch, on=True))
+    return switched(_CHECKPOINTS, value=False)
 
 
 def unfactored(call: Call, required_ops: frozenset[str]) -> Gradients:  # noqa: ARG001 (gradients are dense anyway)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -125,7 +124,8 @@ def in_metric(gradients: Gradients, metric: Tree) -> Gradients:
     if metric is None:
         return gradients
     spec = gradients.spec
-    return replace(gradients, factors=tuple(scaled_by_metric(gradients.factors, metric, spec.structure, spec.dtypes)))
+    scaled = tuple(scaled_by_metric(gradients.factors, metric, spec.structure, spec.dtypes))
+    return Gradients(scaled, spec, gradients.losses, weights=gradients.weights)
 
 
 def scaled_by_metric(

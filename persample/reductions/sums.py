@@ -31,7 +31,7 @@ class _ScaledSum(SumOverSamples):
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         """Return the sᵢ of each parameter, ``[B]`` float64, or None for ones."""
-        return [None] * len(gradients.factors)
+        return [None] * len(gradients.spec.paths)
 
     def sums(self, gradients: Gradients) -> Tree:
         dtypes = gradients.spec.dtypes
@@ -61,7 +61,7 @@ class _Clipped(_ScaledSum):
         """Return what the rule returns for ‖gᵢ‖, or min(1, C/‖gᵢ‖), exactly 1 where nothing is clipped."""
         measured = gradients if self.metric is None else in_metric(gradients, self.metric)
         if not (self.per_param or isinstance(self.max_norm, Mapping)):
-            return [clip_scale(measured.norms, self.max_norm)] * len(measured.factors)
+            return [clip_scale(measured.norms, self.max_norm)] * len(gradients.spec.paths)
         return scales_of_groups(measured, self.max_norm, clip_scale, "max_norm", per_param=self.per_param)
 
     def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:
@@ -207,7 +207,7 @@ class WeightedSum(_ScaledSum):
 
     def scales(self, gradients: Gradients) -> Sequence[Tensor | None]:
         if not (self.per_param or isinstance(self.weight_fn, Mapping)):
-            return [_scale_of(gradients.norms, self.weight_fn)] * len(gradients.factors)
+            return [_scale_of(gradients.norms, self.weight_fn)] * len(gradients.spec.paths)
         return scales_of_groups(gradients, self.weight_fn, _scale_of, "weight_fn", per_param=self.per_param)
 
     def largest_part(self, num_params: int | Mapping[str, int] | None) -> float:

@@ -9,8 +9,11 @@ given small parameters as one copy per sample; one of large parameters and sampl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from torch.overrides import resolve_name
 
 from persample._torch import (
     add_batch_dim,
+    engine_run_backward,
     load_decompositions,
     maybe_get_level,
     multi_head_attention_by,
@@ -27,13 +31,15 @@ from persample._torch import (
     vmap_increment_nesting,
 )
 from persample.engines.layers.interceptor import WITHIN_A_DERIVATIVE, LayerInterceptor
-from persample.engines.layers.recorder import LayerRecorder
+from persample.engines.layers.passes import Again, Contract, Kept, Passes, PassRecorder, Replay, squares
+from persample.engines.layers.recorder import LayerRecorder, SavesByHooksError
 from persample.engines.layers.shared import LISTS, NotLayersError, SharedParams, Vmap
 from persample.errors import LossError, TorchVersionError
-from persample.factors.cost_model import Op, Plan
+from persample.factors import Factor, Op
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
 from persample.inputs.options import NestedCallError
+from persample.utils import rng
 from persample.utils.isolation import raise_interrupt
 from persample.utils.numerics import full_precision, in_single_precision, is_autocast, memory, precast, storage_key
 from persample.utils.origin import is_users
@@ -44,6 +50,7 @@ from persample.vmap_rules.effects import is_pure, is_refusal, reads_state, writt
 from persample.vmap_rules.levels import batched
 from persample.vmap_rules.nn_functional import REDUCTIONS
 
+R = TypeVar("R", bound=LayerRecorder)
 # Under vmap alone torch takes these apart before autocast, which computes them in single precision, has seen them.
 _SINGLE_PRECISION = {
     *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.cosine_embedding_loss),
@@ -98,7 +105,7 @@ class LayerGuard(VmapRules):
                 return self._interceptor.linear(*args, **kwargs)
             result = self.replaced(func, args, kwargs) if kwargs or func in RULED else func(*args)
         except Exception as error:
-            if isinstance(error, NotLayersError) or is_refusal(error, func, args, kwargs):
+            if isinstance(error, NotLayersError | SavesByHooksError) or is_refusal(error, func, args, kwargs):
                 self._refusal = self._refusal or error
             raise
         if type(result) is Tensor and not is_wrapped(result) and getattr(func, "__name__", "") in MAKERS:
@@ -210,55 +217,115 @@ def gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
 
 
 def _gradients(call: Call, required_ops: frozenset[str]) -> Gradients:
-    params, recorder, losses, aux, has_aux = _forward(call, call.plan(required_ops))
-    if not losses.requires_grad:
-        raise NotConnectedError
-    layers, copies = len(recorder.outputs), len(params.expanded)
-    grads = _differentiated(losses, [*recorder.outputs, *params.expanded.values(), *params.plain])
-    of_layers, of_copies, of_plain = grads[:layers], grads[layers : layers + copies], grads[layers + copies :]
-    # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
-    if others := [place for place, grad in enumerate(of_plain) if grad is not None]:
-        raise NotLayersError("a parameter of a layer has another use", *others)
-    if not any(map(torch.is_tensor, grads)):
-        raise NotLayersError("no parameter has a gradient")
+    plan, go_back = call.plan(required_ops), None if call.randomness == "error" else rng.rewinding(call.randomness)
+    grads: Sequence[Tensor | None] | None = None
+    try:
+        recorder, losses, aux, has_aux = _forward(call, partial(LayerRecorder, plan=plan))
+        grads = _differentiated(losses, recorder)
+    except SavesByHooksError:
+        if go_back is not None:
+            go_back()
+        if _are_contracted(call, required_ops):
+            return _in_passes(call, required_ops)
+        recorder, losses, aux, has_aux = _forward(call, partial(PassRecorder, plan=plan), _backward)
     with full_precision(losses.device):
-        recorder.add(of_layers, losses.shape)
-        for place, grad in zip(params.expanded, of_copies, strict=True):
-            if grad is not None:
-                recorder.add_written_out(place, grad if losses.ndim == 1 else grad.transpose(0, 1))
-        if params.computed:
-            recorder.pull_back(params)
+        if grads is not None:
+            recorder.add(grads, losses.shape)
         factors = [recorder.factor(place) for place in range(len(call.params))]
         norms = recorder.term_norms() if Op.term_norms in required_ops else None
     return Gradients(tuple(factors), call.loss.spec, losses.detach(), aux, has_aux, call.weights, term_norms=norms)
 
 
-def _differentiated(losses: Tensor, inputs: Leaf) -> tuple[Tensor | None, ...]:
+def _are_contracted(call: Call, required_ops: frozenset[str]) -> bool:
+    """Return whether reductions read the gradients of a call by norms, and by sums that these scale, alone."""
+    ops = Op.squared_norms in required_ops <= {Op.squared_norms, Op.weighted_sum}
+    return ops and call.loss.outputs == "scalar" and not is_traced(call.params[0])
+
+
+def _in_passes(call: Call, required_ops: frozenset[str]) -> Gradients:
+    """Return gradients whose factors are contracted layer by layer, in one pass for each quantity."""
+    go_back, call = rng.rewinding(call.randomness), replace(call, memory="low")
+
+    def passed(ops: Iterable[str], contract: Contract | None) -> tuple[PassRecorder, Tensor, Tree, bool]:
+        go_back()
+        return _forward(call, partial(PassRecorder, plan=call.plan(frozenset(ops)), contract=contract), _backward)
+
+    def factors() -> list[Factor]:
+        recorder = passed(required_ops, None)[0]
+        return [recorder.factor(place) for place in range(len(call.params))]
+
+    recorder, losses, aux, has_aux = passed({Op.squared_norms}, squares)
+    kept: Leaf = Kept(len(call.params), factors)
+    return Passes(
+        kept,
+        call.loss.spec,
+        losses.detach(),
+        aux,
+        has_aux,
+        call.weights,
+        squares=recorder.results(),
+        contracted=lambda contract: passed({Op.weighted_sum}, contract)[0].results(),
+    )
+
+
+def _differentiated(losses: Tensor, recorder: LayerRecorder) -> tuple[Tensor | None, ...]:
     """Return the gradients of the losses ``[B]``; those of ``[B, K]`` with a first axis of K, by one backward pass."""
+    params = recorder.params
+    inputs: Leaf = [*recorder.outputs, *params.expanded.values(), *params.plain]
     if losses.ndim == 1:
-        return torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
-    size, count = losses.shape
-    units = torch.eye(count, dtype=losses.dtype, device=losses.device).unsqueeze(1).expand(count, size, count)
-    return torch.autograd.grad([losses], inputs, [units], is_grads_batched=True, allow_unused=True)
+        grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
+    else:
+        size, count = losses.shape
+        units = torch.eye(count, dtype=losses.dtype, device=losses.device).unsqueeze(1).expand(count, size, count)
+        grads = torch.autograd.grad([losses], inputs, [units], is_grads_batched=True, allow_unused=True)
+    return grads
 
 
-def _forward(call: Call, plan: Plan) -> tuple[SharedParams, LayerRecorder, Tensor, Tree, bool]:
-    """Return the parameters, the recorder, the losses with their graph, aux, and whether the loss returned any."""
+def _backward(call: Call, recorder: PassRecorder, losses: Tensor, again: LayerGuard) -> None:
+    """Differentiate losses inside of their vmap, where blocks of the loss may run again, with the same parameters."""
+    if losses.ndim > 1:
+        raise NotLayersError("blocks run again for several outputs")
+    recorder.sizes, params = tuple(losses.shape), recorder.params
+    flags = False, False, (*recorder.outputs, *params.expanded.values(), *params.plain), True
+
+    def differentiated(*_: Leaf) -> tuple[Tensor | None, ...]:
+        with Replay(again):  # which torch.autograd.grad would leave
+            return engine_run_backward((losses,), (torch.ones_like(losses),), *flags, accumulate_grad=False)
+
+    try:
+        grads = call.loss.params.call(params.given, differentiated, ())
+        with temporarily_clear_interpreter_stack(), full_precision(losses.device):
+            recorder.add(grads, losses.shape)
+    finally:
+        recorder.outputs.clear()  # whose graph refers to the recorder
+
+
+def _forward(
+    call: Call,
+    recorder_of: Callable[[SharedParams], R],
+    in_the_vmap: Callable[[Call, Leaf, Tensor, LayerGuard], None] | None = None,
+) -> tuple[R, Tensor, Tree, bool]:
+    """Return the recorder, the losses with their graph, aux, and whether the loss returned any."""
     load_decompositions()
     with torch.enable_grad(), vmap_increment_nesting(call.size, call.randomness) as level:
         pairs = zip(call.leaves, call.leaves_batched, strict=True)
         leaves = [add_batch_dim(x, 0, level) if split else x for x, split in pairs]
         vmap = Vmap(level, call.size)
         params = SharedParams(call.params, vmap)
-        recorder = LayerRecorder(params.plain, plan)
+        recorder = recorder_of(params)
         with LayerGuard(LayerInterceptor(params, vmap, recorder), leaves):
             value, (aux, has_aux) = call.loss(params.given, leaves)
         penalty = params.get(value)  # a loss of parameters alone
         value = value if penalty is None else params.copy(penalty)
         losses = vmap.all_rows(value)
+        if not losses.requires_grad:
+            raise NotConnectedError
         if has_aux:  # perhaps the user's own tensors, so copied
             aux = tree_map(lambda x: vmap.all_rows(x).detach().clone(), aux)
-    return params, recorder, losses, aux, has_aux
+        if in_the_vmap is not None:
+            again: Leaf = Again()
+            in_the_vmap(call, recorder, losses, LayerGuard(LayerInterceptor(params, vmap, again), leaves))
+    return recorder, losses, aux, has_aux
 
 
 __all__ = ["NotLayersError", "gradients", "unsuited"]

@@ -19,14 +19,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import vmap
 from torch.nn.functional import pad
 
-from persample._torch import node_outputs, saved_by, version
+from persample._torch import node_outputs, saved_by, top_saved_tensors_hooks, version
 from persample.engines.layers.shared import NotLayersError, Part, SharedParams
 from persample.factors import Conv, Dense, Embedding, Factor, Op, Outer, SumFactor, sum_factors
 from persample.factors.cost_model import Plan
 from persample.utils.numerics import as_real, autocast
 from persample.utils.trees import Tree
 
+MODIFIED = "the inputs of a layer have been modified by an inplace operation"
 _MOST = 32  # nodes of a graph, which are passed once for each path
+
+
+class SavesByHooksError(Exception):
+    """Raised if hooks save tensors for the backward pass, as those of ``torch.utils.checkpoint``."""
 
 
 class LayerParams(NamedTuple):
@@ -94,8 +99,9 @@ class LayerRecorder:
     Signals below are ``[B·…, o]``, and ``[K, B·…, o]`` of losses with K outputs.
     """
 
-    def __init__(self, params: Sequence[Tensor], plan: Plan) -> None:
-        self._params, self._plan = params, plan
+    def __init__(self, params: SharedParams, plan: Plan) -> None:
+        self.params, self._plan = params, plan
+        self._params = params.plain
         self._keeps_terms = not {Op.term_norms, Op.kronecker}.isdisjoint(plan.required_ops)
         self.sizes: tuple[int, ...] = ()  # of the losses: (B,), or (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
@@ -111,7 +117,12 @@ class LayerRecorder:
             settings: the arguments of ``use`` before the inputs and the signals.
             inputs: the inputs of the layer.
             output: the output. A leaf stands for an output that a kernel does not return.
+
+        Raises:
+            SavesByHooksError: if the caller's hooks save tensors, and perhaps compute them again.
         """
+        if top_saved_tensors_hooks() is not None:
+            raise SavesByHooksError
         # Not the output itself: the loss may write into it.
         self.outputs.append(output if output.is_leaf else get_gradient_edge(output))
         # Under autocast a product reads its inputs in the dtype of its output.
@@ -119,14 +130,25 @@ class LayerRecorder:
         self._uses.append((use, settings, read.detach(), version(read)))
 
     def add(self, grads: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
-        """Add the gradients of the outputs, in the order of ``outputs``, for losses of some sizes."""
+        """Add the gradients of ``outputs``, copies and parameters, in this order, for losses of some sizes."""
         self.sizes = tuple(sizes)
-        for (use, settings, inputs, written), grad in zip(self._uses, grads, strict=True):
+        copies = slice(len(self.outputs), len(self.outputs) + len(self.params.expanded))
+        # Layers pass no gradient to their parameters, so a gradient here comes from a use that the guard did not see.
+        if others := [place for place, grad in enumerate(grads[copies.stop :]) if grad is not None]:
+            raise NotLayersError("a parameter of a layer has another use", *others)
+        if not any(map(torch.is_tensor, grads)):
+            raise NotLayersError("no parameter has a gradient")
+        for (use, settings, inputs, written), grad in zip(self._uses, grads, strict=False):
             if grad is None:
                 continue
             if version(inputs) != written:
-                raise RuntimeError("the inputs of a layer have been modified by an inplace operation")
+                raise RuntimeError(MODIFIED)
             use(self, *settings, inputs, as_real(grad))
+        for place, grad in zip(self.params.expanded, grads[copies], strict=True):
+            if grad is not None:
+                self.add_written_out(place, grad if len(sizes) == 1 else grad.transpose(0, 1))
+        if self.params.computed:
+            self._pull_back()
 
     def _add_part(self, part: Part, factor: Factor) -> bool:
         """Add the gradients of a part of a parameter, if they are sums of products; return whether they are."""
@@ -223,9 +245,9 @@ class LayerRecorder:
         x = x.reshape(self.sizes[0], -1, *x.shape[1:])
         return x if len(self.sizes) == 1 else x.unsqueeze(1)
 
-    def pull_back(self, params: SharedParams) -> None:
+    def _pull_back(self) -> None:
         """Add the gradients of computed parameters to those of the parameters that they were computed of."""
-        found: dict[int, Factor] = {}
+        found, params = dict[int, Factor](), self.params
         for place in [place for place in params.computed if place in self._factors]:
             total = sum_factors(self._factors[place])
             if place in params.parts and self._add_part(params.parts[place], total):
@@ -236,9 +258,10 @@ class LayerRecorder:
             for variable, factor in products or ():
                 self._factors[next(k for k, x in enumerate(params.plain) if x is variable)].append(factor)
         if found:
-            self._write_out(found, params)
+            self._write_out(found)
 
-    def _write_out(self, found: dict[int, Factor], params: SharedParams) -> None:
+    def _write_out(self, found: dict[int, Factor]) -> None:
+        params = self.params
         values, given = [params.computed[place] for place in found], params.plain[: len(params.given)]
         signals = [factor.materialize() for factor in found.values()]
         used: list[int] = []
