@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Literal, NoReturn
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from persample.engines.readings import vanish, warn_of_statistics
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.inputs.batch import PLAIN
+from persample.inputs.sharding import check_sharded, on_shards
 from persample.inputs.units import UnitReduce, consecutive, has_ids, reads_ids
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
@@ -215,7 +217,10 @@ def per_sample_grads(
                 return compiled(call, reductions, chunk_size, None if by_ids else asked, into, engine=engine)
             return by(ENGINES[engine])
 
-        with unwritten(call):
+        is_plain = type(call.params[0]) in PLAIN
+        if not is_plain:
+            check_sharded(wanted, engine=engine, randomness=randomness, out=out, differentiable=differentiable)
+        with unwritten(call), nullcontext() if is_plain else on_shards(call):
             results = answered(call, engine, first, by) if call.size else by(empty)
         result = owned(trees.unflatten(results, container), call.tensors)
         result = result if out is None else write_into(out, result)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.gradients import Gradients
+from persample.inputs.batch import PLAIN
 from persample.inputs.call import Call, NotConnectedError
 from persample.merge import Stacked, merge_all
 from persample.reductions.base import Reductions
@@ -30,9 +31,16 @@ def lift_by(engine: Engine, reductions: Reductions) -> Lift:
     """Return the function that computes the gradients of a chunk, of its units if it has some, and lifts them."""
 
     def lift(chunk: Call) -> Tree:
+        lifted = reductions.lift
+        if type(chunk.params[0]) not in PLAIN:  # DTensors, whose import takes a second
+            from persample.sharded_gradients import ShardedGradients
+
+            def lifted(gradients: Gradients) -> Tree:
+                return reductions.lift(ShardedGradients.of(gradients, chunk.loss.params.tensors))
+
         if chunk.units is None:
-            return reductions.lift(engine(chunk, reductions.required_ops))
-        return merge_all(map(reductions.lift, of_units(chunk, engine, reductions.required_ops)))
+            return lifted(engine(chunk, reductions.required_ops))
+        return merge_all(map(lifted, of_units(chunk, engine, reductions.required_ops)))
 
     return lift
 

@@ -16,10 +16,11 @@ from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError, LossError
 from persample.factors import cost_model
 from persample.gradients import ParamSpec
-from persample.inputs.batch import as_tensors, batch_axes_first, dims_of_leaves, sample_structure, split_in_dims
+from persample.inputs.batch import PLAIN, as_tensors, batch_axes_first, dims_of_leaves, sample_structure, split_in_dims
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
+from persample.inputs.sharding import is_sharded, on_one_mesh
 from persample.inputs.units import Order, UnitReduce, Units, units_of, weights_of_samples
 from persample.reductions import Reduction
 from persample.utils import trees
@@ -274,6 +275,8 @@ def normalize(
     )
 
     count = len(tree.tensors)
+    if not PLAIN.issuperset(map(type, values)) and any(map(is_sharded, values)):
+        values = on_one_mesh([*tree.paths, *batch_names], values)
     shapes, dtypes = [], []
     for x, split in zip(values[:count], batched[:count], strict=True):
         shapes.append(x.shape[1:] if split else x.shape)

@@ -110,7 +110,7 @@ def storage_key(x: Tensor) -> int:
 
 def memory(x: Tensor) -> int:
     """Return the address of the storage of a tensor, 0 for a tensor that ``torch.func`` wraps."""
-    return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
+    return 0 if is_wrapped(x) else (x.to_local() if hasattr(x, "to_local") else x).untyped_storage().data_ptr()
 
 
 def is_folded(x: Tensor) -> bool:
