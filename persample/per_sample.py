@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NoReturn
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from persample.engines.readings import vanish, warn_of_statistics
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.inputs.batch import PLAIN
-from persample.inputs.sharding import check_sharded, on_shards
+from persample.inputs.sharding import on_shards
 from persample.inputs.units import UnitReduce, consecutive, has_ids, reads_ids
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
@@ -205,6 +205,7 @@ def per_sample_grads(
             memory=memory,
             unit=unit,
             unit_reduce=unit_reduce,
+            takes_shards=True,
         )
         into = out if out is not None and is_apart(out, call.tensors) else None
         reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)
@@ -217,10 +218,11 @@ def per_sample_grads(
                 return compiled(call, reductions, chunk_size, None if by_ids else asked, into, engine=engine)
             return by(ENGINES[engine])
 
-        is_plain = type(call.params[0]) in PLAIN
-        if not is_plain:
-            check_sharded(wanted, engine=engine, randomness=randomness, out=out, differentiable=differentiable)
-        with unwritten(call), nullcontext() if is_plain else on_shards(call):
+        shards: AbstractContextManager[object] = nullcontext()
+        if type(call.params[0]) not in PLAIN:
+            options = {"engine": engine, "randomness": randomness, "out": out, "differentiable": differentiable}
+            shards = on_shards(call, wanted, chunk_size, **options)
+        with unwritten(call), shards:
             results = answered(call, engine, first, by) if call.size else by(empty)
         result = owned(trees.unflatten(results, container), call.tensors)
         result = result if out is None else write_into(out, result)

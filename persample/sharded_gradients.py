@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from persample.factors import Dense, Factor, Outer
 from persample.gradients import Gradients, weighted_sums
+from persample.inputs.sharding import replicated
 from persample.utils import trees
 from persample.utils.trees import Leaf
 
-_Layout = tuple[Placement, ...]  # of gradients written out, ``[B, *shape]``, ``[B, K, *shape]`` of K outputs
+_Layout = tuple[Placement, ...]  # of gradients written out, ``[B, *shape]``
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,15 @@ class ShardedGradients(Gradients):
             whole = self._weighted(scale)
             own = None if whole is None else self._own_rows(whole, layout)
             total = weighted_sums([factor], [own], [dtype], are_weights=scale is None)[0]
-            shape = (*factor.outputs, *param.shape)
-            summed = self._distributed(total, tuple(map(_of_sums, layout)), shape)
-            if isinstance(param, DTensor):
-                more = len(factor.outputs)
-                places = [Shard(x.dim + more) if isinstance(x, Shard) else x for x in param.placements]
-                found.append(summed.redistribute(placements=places))
-            else:
-                found.append(summed.full_tensor())
+            summed = self._distributed(total, tuple(map(_of_sums, layout)), param.shape)
+            is_plain = not isinstance(param, DTensor)
+            found.append(summed.full_tensor() if is_plain else summed.redistribute(placements=param.placements))
         return found
 
     def _own_rows(self, rows: Tensor, layout: _Layout) -> Tensor:
         """Return the rows of this process, of a tensor that is the same on all."""
         places = [place if place == Shard(0) else Replicate() for place in layout]
-        return _distribute(rows, self.mesh).redistribute(placements=places).to_local()
+        return replicated(rows, self.mesh).redistribute(placements=places).to_local()
 
     def _distributed(self, own: Tensor, places: _Layout, shape: Sequence[int]) -> DTensor:
         stride = torch.empty(shape, device="meta").stride()
@@ -101,11 +97,6 @@ class ShardedGradients(Gradients):
 
 def _whole(x: Leaf) -> Leaf:
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _distribute(x: Tensor, mesh: Any) -> DTensor:
-    """Return a tensor that is the same on every process as a DTensor."""
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _of_norms(place: Placement) -> Placement:
@@ -120,7 +111,7 @@ def _of_sums(place: Placement) -> Placement:
 
 def _part(factor: Factor, mesh: Any) -> tuple[Factor, _Layout]:
     """Return this process's part of a factor, and how the gradients are shared out."""
-    tensors = [_distribute(x, mesh) for x in factor.tensors]
+    tensors = [x if isinstance(x, DTensor) else replicated(x, mesh) for x in factor.tensors]
     axes = _axes(factor, tensors)
     layout = tuple(_shared_out(tensors, axes, along) for along in range(mesh.ndim))
     own = []
@@ -135,13 +126,12 @@ def _part(factor: Factor, mesh: Any) -> tuple[Factor, _Layout]:
 
 def _axes(factor: Factor, tensors: Sequence[Tensor]) -> list[dict[Placement, int]]:
     """Return which axis of each tensor is which of the gradients ``[B, *shape]``, of those that may be shared out."""
-    lead = len(factor.sizes)
     axes: list[dict[Placement, int]] = [{Shard(0): 0} for _ in tensors]
     if isinstance(factor, Dense):
-        axes[0] |= {Shard(axis): axis for axis in range(lead, tensors[0].ndim)}
+        axes[0] |= {Shard(axis): axis for axis in range(1, tensors[0].ndim)}
     elif isinstance(factor, Outer) and len(factor.param_shape) == 2 and factor.has_rows:
         for place, x in enumerate(tensors):
-            axes[place][Shard(lead + place)] = x.ndim - 1
+            axes[place][Shard(1 + place)] = x.ndim - 1
     return axes
 
 

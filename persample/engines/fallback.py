@@ -37,6 +37,7 @@ from persample.errors import (
 )
 from persample.factors import Factor
 from persample.inputs.call import Call
+from persample.inputs.sharding import is_sharded
 from persample.pipeline import Engine
 from persample.utils import rng, trees
 from persample.utils.isolation import raise_interrupt
@@ -65,6 +66,8 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         return without_checkpoints(call, first)
     except Exception as error:
         raise_interrupt(error, handled)
+        if is_sharded(call.params[0]):  # no other way takes DTensors
+            raise
         lacking = _lacking(error, handled)
         if MISSING and isinstance(error, LossError) and not _is_refusal(error):  # perhaps a rule's
             lacking = lacking or TorchVersionError(", ".join(MISSING))

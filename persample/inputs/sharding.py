@@ -1,35 +1,43 @@
-"""Parameters that are DTensors, of ``fully_shard`` or of tensor parallelism: every process keeps its shards.
+"""Parameters and batches that are DTensors, of ``fully_shard`` or of tensor parallelism: processes keep their shards.
 
-Engines and reductions run on DTensors, whose operations torch distributes: factors are DTensors, norms are reduced over
-the processes as one number per sample, and sums are where the shards of their parameters are. The hooks of torch's own
+The loss runs on DTensors, whose operations torch distributes; ``sharded_gradients.py`` contracts the factors. All
+tensors of a call are of one mesh, and plain ones are the same on each of its processes. The hooks of torch's own
 wrappers, which gather parameters or change layouts around a module, do not run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from persample._torch import forward_hooks
 from persample.errors import ArgumentError
+from persample.inputs.units import is_count
 from persample.reductions import Aux, ClippedMean, ClippedSum, Loss, Mean, Norm, Reduction, Sum, WeightedSum
 from persample.utils.trees import Leaf
 
 if TYPE_CHECKING:  # importing DTensor takes a second
-    from torch.distributed.tensor import DeviceMesh
+    from torch.distributed.tensor import DeviceMesh, DTensor
 
     from persample.inputs.call import Call
 
 _SUPPORTED = Sum, Mean, ClippedSum, ClippedMean, WeightedSum, Norm, Loss, Aux  # which read norms and sums alone
-_OPTIONS: dict[str, tuple[object, ...]] = {
-    "engine": ("eager", "loop", "auto"),
+_OPTIONS: dict[str, Sequence[object]] = {
+    "engine": ("eager",),
     "randomness": ("error",),
+    "outputs": ("scalar",),
     "out": (None,),
     "differentiable": (False,),
 }
+GATHER = (
+    "Pass {name: p.full_tensor().detach() for name, p in model.named_parameters()}, gathered on every process at once, "
+    "and call a module without shards by torch.func.functional_call."
+)
 
 
 def is_sharded(x: object) -> bool:
@@ -37,57 +45,110 @@ def is_sharded(x: object) -> bool:
     return hasattr(x, "device_mesh")
 
 
-def on_one_mesh(names: Sequence[str], values: Sequence[Leaf]) -> tuple[Leaf, ...]:
-    """Return the tensors among parameters and leaves as DTensors; plain ones are the same on every process.
-
-    Raises:
-        ArgumentError: if they are of several meshes, or a DTensor is a term of a sum.
-    """
+def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that is the same on every process as a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    named = [(name, x) for name, x in zip(names, values, strict=True) if is_sharded(x)]
-    mesh: DeviceMesh = named[0][1].device_mesh
-    for name, x in named:
-        if x.device_mesh != mesh or any(place.is_partial() for place in x.placements):
-            raise ArgumentError.about(
-                name,
-                expected=f"a DTensor of {mesh}, of shards or copies",
-                received=f"one of {x.device_mesh}, {x.placements}",
-                fix="Distribute all parameters over one mesh (x.redistribute, distribute_tensor).",
-            )
-    whole = [Replicate()] * mesh.ndim
-    return tuple(
-        DTensor.from_local(x, mesh, whole, run_check=False) if isinstance(x, Tensor) and not is_sharded(x) else x
-        for x in values
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def mixing(tensors: Iterable[Leaf]) -> AbstractContextManager[None]:
+    """Return the context in which operations take plain tensors beside DTensors, if there are DTensors."""
+    if not any(map(is_sharded, tensors)):
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
+
+
+def refuse_shards(names: Sequence[str], values: Sequence[Leaf]) -> None:
+    """Reject DTensors."""
+    path, leaf = next((name, x) for name, x in zip(names, values, strict=True) if is_sharded(x))
+    raise ArgumentError.about(
+        path,
+        expected="a tensor that this process holds whole (per_sample_grads and accumulate take DTensors)",
+        received=f"a {type(leaf).__name__} of fully_shard or of tensor parallelism, which holds a part",
+        fix=GATHER,
     )
 
 
-def check_sharded(wanted: Iterable[Reduction], **options: object) -> None:
-    """Reject reductions and options that DTensors do not support."""
-    fix = "Gather the parameters ({name: p.full_tensor() for name, p in …}), and call a module without shards."
-    for name, received in options.items():
-        if received not in _OPTIONS[name]:
-            expected = f"{' or '.join(map(repr, _OPTIONS[name]))} for DTensors"
-            raise ArgumentError.about(name, expected=expected, received=repr(received), fix=fix)
-    for one in wanted:
-        if type(one) not in _SUPPORTED or getattr(one, "metric", None) is not None:
-            names = ", ".join(kind.__name__ for kind in _SUPPORTED)
-            expected = f"one of {names} for DTensors, without a metric"
-            raise ArgumentError.about("reduce", expected=expected, received=type(one).__name__, fix=fix)
+def on_one_mesh(
+    names: Sequence[str], values: Sequence[Leaf], batched: Sequence[bool], count: int, unit: Leaf
+) -> tuple[Leaf, ...]:
+    """Return all tensors as DTensors: the first ``count`` values are parameters, the others leaves of the batch.
+
+    Raises:
+        ArgumentError: if they are of several meshes, if a plain leaf differs among the processes, or if rows or units
+            are shared out unevenly.
+    """
+    if unit is not None and not is_count(unit):
+        expected, fix = "None or a number of consecutive samples for DTensors", "Sort the samples by units of one size."
+        raise ArgumentError.about("unit", expected=expected, received="ids", fix=fix)
+    mesh: DeviceMesh = next(x.device_mesh for x in values if is_sharded(x))
+    for name, x, has_rows in zip(names, values, batched, strict=True):
+        if not is_sharded(x):
+            continue
+        if x.device_mesh != mesh or any(place.is_partial() for place in x.placements):
+            fix = "Distribute all DTensors of the call over one mesh (distribute_tensor)."
+            received = f"one of {x.device_mesh}, {x.placements}"
+            raise ArgumentError.about(name, expected=f"shards of {mesh}", received=received, fix=fix)
+        parts = prod(mesh.size(axis) for axis, place in enumerate(x.placements) if place.is_shard(0))
+        if has_rows and len(x) % (parts * (unit or 1)):
+            expected = f"rows (with unit, whole units) that {parts} processes share equally"
+            received = f"{len(x)} rows"
+            fix = "Leave some samples out, or add samples of weight 0."
+            raise ArgumentError.about(name, expected=expected, received=received, fix=fix)
+    plain = [(name, x) for name, x in [*zip(names, values, strict=True)][count:] if isinstance(x, Tensor)]
+    _check_same([(name, x) for name, x in plain if not is_sharded(x)], mesh)
+    return tuple(replicated(x, mesh) if isinstance(x, Tensor) and not is_sharded(x) else x for x in values)
+
+
+def _check_same(named: Sequence[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
+    """Reject tensors whose sums differ among the processes of a mesh."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not named:
+        return
+    own = torch.stack([x.double().sum() for _, x in named]).expand(*[1] * mesh.ndim, -1)
+    everywhere = DTensor.from_local(own, mesh, list(map(Shard, range(mesh.ndim))), run_check=False).full_tensor()
+    differs = ~torch.isclose(everywhere, own, rtol=0, atol=0, equal_nan=True).flatten(0, -2).all(0)
+    for place in differs.nonzero()[:1, 0].tolist():
+        raise ArgumentError.about(
+            named[place][0],
+            expected="the same rows on every process, or a DTensor of the rows of all",
+            received="a plain tensor with other rows elsewhere",
+            fix="Pass DTensor.from_local(x, mesh, [Shard(0)]) of each process's own rows.",
+        )
 
 
 @contextmanager
-def on_shards(call: Call) -> Iterator[None]:
-    """Compute with the DTensors of a call: other tensors count as the same on every process."""
-    from torch.distributed.tensor.experimental import implicit_replication
+def on_shards(call: Call, wanted: Iterable[Reduction], chunk_size: int | None, **options: object) -> Iterator[None]:
+    """Compute with DTensors; other tensors, such as buffers, count as the same on every process.
 
+    Raises:
+        ArgumentError: if a reduction or an option is not supported.
+    """
+    for name, received in {"outputs": call.loss.outputs, **options}.items():
+        if received not in _OPTIONS[name]:
+            expected = f"{' or '.join(map(repr, _OPTIONS[name]))} for DTensors"
+            raise ArgumentError.about(name, expected=expected, received=repr(received), fix=GATHER)
+    for one in wanted:
+        if type(one) not in _SUPPORTED or getattr(one, "metric", None) is not None:
+            listed = ", ".join(kind.__name__ for kind in _SUPPORTED)
+            expected = f"{listed} for DTensors, without metric"
+            raise ArgumentError.about("reduce", expected=expected, received=type(one).__name__, fix=GATHER)
+    rows = [x for x, split in zip(call.leaves, call.leaves_batched, strict=True) if split and is_sharded(x)]
+    if chunk_size is not None and any(place.is_shard(0) for x in rows for place in x.placements):
+        fix = "Pass smaller batches to accumulate."
+        expected = "None for a batch whose rows are on several processes"
+        raise ArgumentError.about("chunk_size", expected=expected, received=repr(chunk_size), fix=fix)
     hooks = [of_kind for part in call.loss.params.parts.values() for of_kind in forward_hooks(part)]
     before = list(map(dict.copy, hooks))
     try:
-        for own in filter(None, hooks):
+        for own in hooks:
             for key in [key for key, hook in own.items() if hook.__module__.startswith("torch.distributed.")]:
                 del own[key]
-        with implicit_replication():
+        with mixing(call.params):
             yield
     finally:
         for own, held in zip(hooks, before, strict=True):

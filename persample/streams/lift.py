@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Call
+from persample.inputs.batch import PLAIN
+from persample.inputs.sharding import on_shards
 from persample.merge import AnyOf, merge_all
 from persample.processes import Processes
 from persample.reductions import Reduction
@@ -123,7 +125,11 @@ class BatchLift:
                 return self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
 
         chunks = call.chunks(self.chunk_size)
-        with unwritten(call):
+        shards: AbstractContextManager[object] = nullcontext()
+        if type(call.params[0]) not in PLAIN:
+            options = {"engine": self.engine, "randomness": self.random.randomness}
+            shards = on_shards(call, self.wanted, self.chunk_size, **options)
+        with unwritten(call), shards:
             if call.order is not None:  # rows are sorted when all of them are known
                 lifted = merge_all(map(computed, chunks))
                 receive(in_first_order(call.order, lifted, Reductions(self.wanted)), call)
@@ -188,6 +194,7 @@ class BatchLift:
             weights=batch.weights,
             given=batch.name,
             is_part=True,
+            takes_shards=True,
             **self.options,
         )
         if batch.loss is not None and call.weights is None:  # each loss counts as one

@@ -18,7 +18,7 @@ from persample.engines.layers.recorder import (
     transposed_geometry_of,
 )
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
-from persample.utils.numerics import autocast, full_precision, is_autocast
+from persample.utils.numerics import autocast, full_precision, is_autocast, settled
 from persample.utils.tracing import is_wrapped, unwrapped
 from persample.utils.trees import Leaf, Tree, flatten, unflatten
 from persample.vmap_rules import VmapRules
@@ -156,6 +156,7 @@ class LayerInterceptor:
     ) -> Tensor:
         """Call a layer on rows with ``axes`` axes: all before these are taken as one of samples."""
         rows, levels = found
+        rows = rows if type(rows) is Tensor else settled(rows)
         lead = rows.shape[: rows.ndim - axes + 1]
         with temporarily_clear_interpreter_stack():
             flat = rows.flatten(0, len(lead) - 1) if len(lead) > 1 else rows
@@ -163,7 +164,7 @@ class LayerInterceptor:
             if record is not None and not flat.requires_grad:
                 flat = flat.detach().requires_grad_()  # so that the output has a gradient
             out = compute(flat)
-            out = out if type(out) is Tensor else _added_up(out)
+            out = out if type(out) is Tensor else settled(out)
             if record is not None:
                 record(flat, out)
             out = out.view(*lead, *out.shape[1:]) if len(lead) > 1 else out
@@ -289,7 +290,7 @@ class LayerInterceptor:
         with temporarily_clear_interpreter_stack():
             table = self.params.values[param.place]
             out = F.embedding(index, table.detach().requires_grad_())
-            out = out if type(out) is Tensor else _added_up(out)
+            out = out if type(out) is Tensor else settled(out)
             if torch.is_grad_enabled():
                 padding = None if padding_idx is None else padding_idx % len(weight)
                 self._recorder.record(LayerRecorder.add_lookup, (param.place, padding), index, out)
@@ -307,15 +308,6 @@ class LayerInterceptor:
         if not rows or index.dtype in {torch.bool, torch.uint8}:
             raise NotLayersError("the loss indexes a parameter, and not by the numbers of rows")
         return self.embedding(torch.where(index < 0, index + len(table), index), table)
-
-
-def _added_up(out: Tree) -> Tensor:
-    """Return the output of a layer of DTensors; terms that are spread over processes are added up once, for all uses."""
-    if not any(place.is_partial() for place in getattr(out, "placements", ())):
-        return out
-    from torch.distributed.tensor import Replicate  # which takes a second
-
-    return out.redistribute(placements=[Replicate() if place.is_partial() else place for place in out.placements])
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:  # noqa: A002
