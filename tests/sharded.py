@@ -8,9 +8,9 @@ from oracle import error_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import persample as ps
@@ -38,7 +38,8 @@ class Block(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
         self.norms = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.q, self.v, self.o = (nn.Linear(8, 8) for _ in range(3))
+        self.k = nn.Linear(8, 8, bias=False)  # a bias would have a gradient of 0
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.register_buffer("scale", torch.tensor(0.5))
 
@@ -103,7 +104,6 @@ MODELS = {
     "fsdp": fsdp,
     "fsdp, one batch": fsdp,
     "tensor parallel": lambda mesh: parallelize_module(block(), mesh, STYLES),
-    "tensor parallel, own batches": lambda mesh: parallelize_module(block(), mesh, STYLES),
     "replicas": lambda mesh: block(),
 }
 
@@ -129,16 +129,32 @@ def found_on(mesh, kind):
     return whole(found | {"step": stepped(model, found["eager"]["update"])}), held
 
 
+class Collectives(TorchDispatchMode):
+    """Notes the names of collectives, and the bytes that a process gives each."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it calls the operations of its parts under this mode
+        namespace, _, name = func.name().partition("::")
+        if namespace == "_c10d_functional" and name != "wait_tensor":
+            self.found.append((name, args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
 def collectives(mesh, kind, *reductions):
-    """The number of collectives of reductions of one kind of model, beside those of the loss and of its gradient."""
+    """The collectives of reductions of one kind of model, beside those of the loss and of its gradient."""
 
-    def counted(*wanted):
+    def noted(*wanted):
         model = MODELS[kind](mesh)
-        with CommDebugMode() as mode:
+        with Collectives() as mode:
             per_sample_grads(loss, model, tokens(), list(wanted))
-        return mode.get_total_counts()
+        return mode.found
 
-    return counted(*reductions) - counted(ps.Loss())
+    return noted(ps.Loss(), *reductions)[len(noted(ps.Loss())) :]
 
 
 def messages(mesh):
@@ -153,7 +169,7 @@ def messages(mesh):
     return {
         "engine": of(engine="traced"),
         "reduce": of(reduce={"a": ps.Gram()}),
-        "metric": of(reduce=ps.Norm(metric=dict(model.named_parameters()))),
+        "metric": of(reduce=ps.Norm(metric={name: torch.ones(1) for name, _ in model.named_parameters()})),
         "randomness": of(randomness="same"),
         "outputs": of(outputs="rows"),
         "chunk_size": of(chunk_size=2),
@@ -170,8 +186,8 @@ def messages(mesh):
 def everything(world):
     meshes = {kind: init_device_mesh("cpu", (world,)) for kind in MODELS}
     if world == 4:
-        meshes["fsdp"] = init_device_mesh("cpu", (2, 2))  # copies of the shards: placements (Replicate(), Shard(0))
+        meshes["fsdp"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     found = {kind: found_on(mesh, kind) for kind, mesh in meshes.items()}
     mesh = meshes["tensor parallel"]
     counts = [collectives(mesh, "tensor parallel", *some) for some in ((ps.Norm(),), (ps.Norm(), ps.ClippedMean(0.5)))]
-    return {"found": found, "counts": counts, "messages": messages(mesh)}
+    return {"found": found, "collectives": counts, "messages": messages(mesh)}
