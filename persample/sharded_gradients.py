@@ -33,7 +33,7 @@ class ShardedGradients(Gradients):
     Args:
         layouts: how the gradients of each parameter are shared out, one placement per axis of the mesh.
         params: the parameters as they were given, plain ones among them.
-        mesh: the mesh of the processes.
+        mesh: the mesh.
     """
 
     layouts: tuple[_Layout, ...] = ()
@@ -52,13 +52,12 @@ class ShardedGradients(Gradients):
     @cached_property
     def squared_norms_per_param(self) -> list[Tensor]:
         """‖gᵢ‖² of each single parameter, ``[B]`` float64 each, by one collective for each kind of layout."""
-        own = [factor.squared_norms() for factor in self.factors]
+        found = [factor.squared_norms() for factor in self.factors]
         kinds = [tuple(map(_of_norms, layout)) for layout in self.layouts]
-        found: list[Tensor] = list(own)
         for kind in dict.fromkeys(kinds):
             places = [place for place, other in enumerate(kinds) if other == kind]
-            rows = torch.stack([own[place] for place in places])
-            whole = self._distributed(rows, kind, (len(places), *self.losses.shape)).full_tensor()
+            own = torch.stack([found[place] for place in places])
+            whole = self._distributed(own, kind, (len(places), len(self.losses))).full_tensor()
             for place, norms in zip(places, whole, strict=True):
                 found[place] = norms
         return found
@@ -112,33 +111,23 @@ def _of_sums(place: Placement) -> Placement:
 def _part(factor: Factor, mesh: Any) -> tuple[Factor, _Layout]:
     """Return this process's part of a factor, and how the gradients are shared out."""
     tensors = [x if isinstance(x, DTensor) else replicated(x, mesh) for x in factor.tensors]
-    axes = _axes(factor, tensors)
-    layout = tuple(_shared_out(tensors, axes, along) for along in range(mesh.ndim))
-    own = []
-    for x, axis in zip(tensors, axes, strict=True):
-        places = [Shard(axis[place]) if place in axis else Replicate() for place in layout]
-        own.append(x.redistribute(placements=places).to_local())
-    part = factor.with_tensors(own)
-    if isinstance(part, Outer) and len(axes[0]) > 1:
-        part = replace(part, param_shape=(own[0].shape[-1], own[1].shape[-1]))
-    return part, layout
-
-
-def _axes(factor: Factor, tensors: Sequence[Tensor]) -> list[dict[Placement, int]]:
-    """Return which axis of each tensor is which of the gradients ``[B, *shape]``, of those that may be shared out."""
+    # Which axis of each tensor is which of the gradients ``[B, *shape]``, of those that may be shared out.
     axes: list[dict[Placement, int]] = [{Shard(0): 0} for _ in tensors]
+    is_matrix = isinstance(factor, Outer) and len(factor.param_shape) == 2 and factor.has_rows
     if isinstance(factor, Dense):
-        axes[0] |= {Shard(axis): axis for axis in range(1, tensors[0].ndim)}
-    elif isinstance(factor, Outer) and len(factor.param_shape) == 2 and factor.has_rows:
-        for place, x in enumerate(tensors):
-            axes[place][Shard(1 + place)] = x.ndim - 1
-    return axes
-
-
-def _shared_out(tensors: Sequence[DTensor], axes: Sequence[dict[Placement, int]], along: int) -> Placement:
-    """Return the placement of gradients that takes least of redistributing tensors: the first that one of them has."""
-    for x, axis in zip(tensors, axes, strict=True):
-        for place, own in axis.items():
-            if x.placements[along] == Shard(own):
-                return place
-    return Replicate()
+        axes = [{Shard(axis): axis for axis in range(tensors[0].ndim)}]
+    elif is_matrix:
+        axes = [{Shard(0): 0, Shard(1 + place): x.ndim - 1} for place, x in enumerate(tensors)]
+    known = [(x, place, axis) for x, own in zip(tensors, axes, strict=True) for place, axis in own.items()]
+    layout = tuple(
+        next((place for x, place, axis in known if x.placements[along] == Shard(axis)), Replicate())
+        for along in range(mesh.ndim)
+    )
+    parts = [
+        x.redistribute(placements=[Shard(own[place]) if place in own else Replicate() for place in layout]).to_local()
+        for x, own in zip(tensors, axes, strict=True)
+    ]
+    part = factor.with_tensors(parts)
+    if isinstance(part, Outer) and is_matrix:
+        part = replace(part, param_shape=(parts[0].shape[-1], parts[1].shape[-1]))
+    return part, layout

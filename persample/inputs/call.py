@@ -20,7 +20,7 @@ from persample.inputs.batch import PLAIN, as_tensors, batch_axes_first, dims_of_
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
-from persample.inputs.sharding import is_sharded, on_one_mesh, refuse_shards
+from persample.inputs.sharding import is_sharded, on_one_mesh
 from persample.inputs.units import Order, UnitReduce, Units, units_of, weights_of_samples
 from persample.reductions import Reduction
 from persample.utils import trees
@@ -277,10 +277,7 @@ def normalize(
 
     count = len(tree.tensors)
     if not PLAIN.issuperset(map(type, values)) and any(map(is_sharded, values)):
-        names = [*tree.paths, *batch_names]
-        if not takes_shards:
-            refuse_shards(names, values)
-        values = on_one_mesh(names, values, batched, count, unit)
+        values = on_one_mesh([*tree.paths, *batch_names], values, batched, count, unit, allowed=takes_shards)
     shapes, dtypes = [], []
     for x, split in zip(values[:count], batched[:count], strict=True):
         shapes.append(x.shape[1:] if split else x.shape)

@@ -27,13 +27,7 @@ if TYPE_CHECKING:  # importing DTensor takes a second
     from persample.inputs.call import Call
 
 _SUPPORTED = Sum, Mean, ClippedSum, ClippedMean, WeightedSum, Norm, Loss, Aux  # which read norms and sums alone
-_OPTIONS: dict[str, Sequence[object]] = {
-    "engine": ("eager",),
-    "randomness": ("error",),
-    "outputs": ("scalar",),
-    "out": (None,),
-    "differentiable": (False,),
-}
+_NAMES = ", ".join(kind.__name__ for kind in _SUPPORTED)
 GATHER = (
     "Pass {name: p.full_tensor().detach() for name, p in model.named_parameters()}, gathered on every process at once, "
     "and call a module without shards by torch.func.functional_call."
@@ -61,30 +55,24 @@ def mixing(tensors: Iterable[Leaf]) -> AbstractContextManager[None]:
     return implicit_replication()
 
 
-def refuse_shards(names: Sequence[str], values: Sequence[Leaf]) -> None:
-    """Reject DTensors."""
-    path, leaf = next((name, x) for name, x in zip(names, values, strict=True) if is_sharded(x))
-    raise ArgumentError.about(
-        path,
-        expected="a tensor that this process holds whole (per_sample_grads and accumulate take DTensors)",
-        received=f"a {type(leaf).__name__} of fully_shard or of tensor parallelism, which holds a part",
-        fix=GATHER,
-    )
-
-
 def on_one_mesh(
-    names: Sequence[str], values: Sequence[Leaf], batched: Sequence[bool], count: int, unit: Leaf
+    names: Sequence[str], values: Sequence[Leaf], batched: Sequence[bool], count: int, unit: Leaf, *, allowed: bool
 ) -> tuple[Leaf, ...]:
     """Return all tensors as DTensors: the first ``count`` values are parameters, the others leaves of the batch.
 
     Raises:
-        ArgumentError: if they are of several meshes, if a plain leaf differs among the processes, or if rows or units
-            are shared out unevenly.
+        ArgumentError: if they are not ``allowed``, or are of several meshes, if a plain leaf differs among the
+            processes, or if rows or units are shared out unevenly.
     """
+    path, first = next((name, x) for name, x in zip(names, values, strict=True) if is_sharded(x))
+    if not allowed:
+        expected = "a tensor that this process holds whole (per_sample_grads and accumulate take DTensors)"
+        received = f"a {type(first).__name__}, which holds a part"
+        raise ArgumentError.about(path, expected=expected, received=received, fix=GATHER)
     if unit is not None and not is_count(unit):
         expected, fix = "None or a number of consecutive samples for DTensors", "Sort the samples by units of one size."
         raise ArgumentError.about("unit", expected=expected, received="ids", fix=fix)
-    mesh: DeviceMesh = next(x.device_mesh for x in values if is_sharded(x))
+    mesh: DeviceMesh = first.device_mesh
     for name, x, has_rows in zip(names, values, batched, strict=True):
         if not is_sharded(x):
             continue
@@ -122,21 +110,25 @@ def _check_same(named: Sequence[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def on_shards(call: Call, wanted: Iterable[Reduction], chunk_size: int | None, **options: object) -> Iterator[None]:
+def on_shards(
+    call: Call, wanted: Iterable[Reduction], *, engine: str, chunk_size: int | None, out: Leaf = None
+) -> Iterator[None]:
     """Compute with DTensors; other tensors, such as buffers, count as the same on every process.
 
     Raises:
         ArgumentError: if a reduction or an option is not supported.
     """
-    for name, received in {"outputs": call.loss.outputs, **options}.items():
-        if received not in _OPTIONS[name]:
-            expected = f"{' or '.join(map(repr, _OPTIONS[name]))} for DTensors"
-            raise ArgumentError.about(name, expected=expected, received=repr(received), fix=GATHER)
-    for one in wanted:
-        if type(one) not in _SUPPORTED or getattr(one, "metric", None) is not None:
-            listed = ", ".join(kind.__name__ for kind in _SUPPORTED)
-            expected = f"{listed} for DTensors, without metric"
-            raise ArgumentError.about("reduce", expected=expected, received=type(one).__name__, fix=GATHER)
+    refused = next((x for x in wanted if type(x) not in _SUPPORTED or getattr(x, "metric", None) is not None), None)
+    for name, expected, fits, received in (
+        ("engine", "'eager'", engine == "eager", repr(engine)),
+        ("randomness", "'error'", call.randomness == "error", repr(call.randomness)),
+        ("outputs", "'scalar'", call.loss.outputs == "scalar", repr(call.loss.outputs)),
+        ("differentiable", "False", not call.differentiated, "True"),
+        ("out", "None", out is None, "a previous result"),
+        ("reduce", f"{_NAMES} (without metric)", refused is None, type(refused).__name__),
+    ):
+        if not fits:
+            raise ArgumentError.about(name, expected=f"{expected} for DTensors", received=received, fix=GATHER)
     rows = [x for x, split in zip(call.leaves, call.leaves_batched, strict=True) if split and is_sharded(x)]
     if chunk_size is not None and any(place.is_shard(0) for x in rows for place in x.placements):
         fix = "Pass smaller batches to accumulate."

@@ -72,7 +72,7 @@ def accumulate(
             sizes, and so are the weights. By default a sample weighs 1/n, for the n in its batch, so that a mean is one
             over losses. Rows are in the order of the losses, entry by entry. ``unit`` is not supported.
         params: as in ``per_sample_grads``; the same for all batches. For a ``DistributedDataParallel`` module the
-            module inside is used, with a warning.
+            module inside is used, with a warning. DTensors need no ``group``: batches are those of all processes.
         batches: an iterable of batches: a ``DataLoader``, a generator, a list. Each is a ``batch`` of
             ``per_sample_grads``, of any size, even 0. Each process of a group passes its own.
         reduce: as in ``per_sample_grads``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -125,10 +125,8 @@ class BatchLift:
                 return self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
 
         chunks = call.chunks(self.chunk_size)
-        shards: AbstractContextManager[object] = nullcontext()
-        if type(call.params[0]) not in PLAIN:
-            options = {"engine": self.engine, "randomness": self.random.randomness}
-            shards = on_shards(call, self.wanted, self.chunk_size, **options)
+        options = {"engine": self.engine, "chunk_size": self.chunk_size}
+        shards = nullcontext() if type(call.params[0]) in PLAIN else on_shards(call, self.wanted, **options)
         with unwritten(call), shards:
             if call.order is not None:  # rows are sorted when all of them are known
                 lifted = merge_all(map(computed, chunks))

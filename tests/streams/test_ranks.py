@@ -184,8 +184,8 @@ class TestShards:
         ("name", "message"),
         [
             ("engine", "engine: expected 'eager' for DTensors, received 'traced'. Pass .*full_tensor"),
-            ("reduce", "reduce: expected Sum, Mean, .* Aux for DTensors, without metric, received Gram"),
-            ("metric", "reduce: expected .* without metric, received Norm"),
+            ("reduce", r"reduce: expected Sum, Mean, .* Aux \(without metric\) for DTensors, received Gram"),
+            ("metric", "reduce: expected .*without metric.* received Norm"),
             ("randomness", "randomness: expected 'error' for DTensors, received 'same'"),
             ("outputs", "outputs: expected 'scalar' for DTensors, received 'rows'"),
             ("chunk_size", "chunk_size: expected None for a batch whose rows are on several processes, received 2"),
