@@ -220,8 +220,9 @@ def per_sample_grads(
                 return compiled(call, reductions, chunk_size, None if by_ids else asked, into, engine=engine)
             return by(ENGINES[engine])
 
-        is_plain = type(call.params[0]) in PLAIN
-        shards = nullcontext() if is_plain else on_shards(call, wanted, engine=engine, chunk_size=chunk_size, out=out)
+        shards = nullcontext()
+        if hasattr(call.params[0], "device_mesh"):  # a DTensor
+            shards = on_shards(call, wanted, engine=engine, chunk_size=chunk_size, out=out)
         with unwritten(call), shards:
             results = answered(call, engine, first, by) if call.size else by(empty)
         result = owned(trees.unflatten(results, container), call.tensors)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from persample.errors import ArgumentError
 from persample.gradients import Gradients
-from persample.inputs.batch import PLAIN
 from persample.inputs.call import Call, NotConnectedError
 from persample.merge import Stacked, merge_all
 from persample.reductions.base import Reductions
@@ -32,7 +31,7 @@ def lift_by(engine: Engine, reductions: Reductions) -> Lift:
 
     def lift(chunk: Call) -> Tree:
         lifted = reductions.lift
-        if type(chunk.params[0]) not in PLAIN:  # DTensors, whose import takes a second
+        if hasattr(chunk.params[0], "device_mesh"):  # DTensors, whose import takes a second
             from persample.sharded_gradients import ShardedGradients
 
             def lifted(gradients: Gradients) -> Tree:

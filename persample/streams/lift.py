@@ -17,7 +17,6 @@ from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Call
-from persample.inputs.batch import PLAIN
 from persample.inputs.sharding import on_shards
 from persample.merge import AnyOf, merge_all
 from persample.processes import Processes
@@ -125,8 +124,9 @@ class BatchLift:
                 return self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
 
         chunks = call.chunks(self.chunk_size)
-        options = {"engine": self.engine, "chunk_size": self.chunk_size}
-        shards = nullcontext() if type(call.params[0]) in PLAIN else on_shards(call, self.wanted, **options)
+        shards = nullcontext()
+        if hasattr(call.params[0], "device_mesh"):  # a DTensor
+            shards = on_shards(call, self.wanted, engine=self.engine, chunk_size=self.chunk_size)
         with unwritten(call), shards:
             if call.order is not None:  # rows are sorted when all of them are known
                 lifted = merge_all(map(computed, chunks))
