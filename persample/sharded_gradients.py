@@ -79,8 +79,8 @@ class ShardedGradients(Gradients):
             own = None if whole is None else self._own_rows(whole, layout)
             total = weighted_sums([factor], [own], [dtype], are_weights=scale is None)[0]
             summed = self._distributed(total, tuple(map(_of_sums, layout)), param.shape)
-            is_plain = not isinstance(param, DTensor)
-            found.append(summed.full_tensor() if is_plain else summed.redistribute(placements=param.placements))
+            places = param.placements if isinstance(param, DTensor) else None
+            found.append(summed.redistribute(placements=places) if places else summed.full_tensor())
         return found
 
     def _own_rows(self, rows: Tensor, layout: _Layout) -> Tensor:
@@ -89,9 +89,9 @@ class ShardedGradients(Gradients):
         return replicated(rows, self.mesh).redistribute(placements=places).to_local()
 
     def _distributed(self, own: Tensor, places: _Layout, shape: Sequence[int]) -> DTensor:
-        stride = torch.empty(shape, device="meta").stride()
-        shaped = {"shape": torch.Size(shape), "stride": stride}  # which parts of unequal sizes do not tell
-        return DTensor.from_local(own.contiguous(), self.mesh, places, run_check=False, **shaped)
+        size = torch.Size(shape)  # parts of unequal sizes do not tell it
+        stride = torch.empty(size, device="meta").stride()
+        return DTensor.from_local(own.contiguous(), self.mesh, places, run_check=False, shape=size, stride=stride)
 
 
 def _whole(x: Leaf) -> Leaf:

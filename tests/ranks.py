@@ -303,7 +303,7 @@ def launched(folder, world, **where):
         env=ENVIRONMENT | where,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )
     assert done.returncode == 0, done.stderr

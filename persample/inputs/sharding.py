@@ -22,7 +22,8 @@ from persample.reductions import Aux, ClippedMean, ClippedSum, Loss, Mean, Norm,
 from persample.utils.trees import Leaf
 
 if TYPE_CHECKING:  # importing DTensor takes a second
-    from torch.distributed.tensor import DeviceMesh, DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
     from persample.inputs.call import Call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -124,7 +124,7 @@ class BatchLift:
                 return self._merged(chunk, batch, total()) if self.merges else self._lifted(chunk)
 
         chunks = call.chunks(self.chunk_size)
-        shards = nullcontext()
+        shards: AbstractContextManager[None] = nullcontext()
         if hasattr(call.params[0], "device_mesh"):  # a DTensor
             shards = on_shards(call, self.wanted, engine=self.engine, chunk_size=self.chunk_size)
         with unwritten(call), shards:
