@@ -162,11 +162,12 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
     assert float(seconds) < 30
 
 
-class TestShards:
-    @pytest.fixture(scope="class")
-    def whole(self):
-        return sharded.expected()
+@pytest.fixture(scope="module")
+def whole():
+    return sharded.expected()
 
+
+class TestShards:
     @pytest.mark.parametrize("kind", sharded.MODELS)
     def test_results_and_a_step_are_those_of_whole_parameters(self, found, whole, kind):
         for rank in found:
