@@ -262,6 +262,7 @@ node_outputs = attribute(torch.autograd.graph.Node, "_input_metadata")  # shapes
 schema = attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments, and which of them it writes
 parameter_slots = attribute(nn.Module(), "_parameters")  # a module's own parameters, the dict that it reads
 buffer_slots = attribute(nn.Module(), "_buffers")
+forward_hooks = attribute(nn.Module(), "_forward_pre_hooks", "_forward_hooks")  # in order: the public API adds only
 module_slots = attribute(nn.Module(), "_modules")  # its parts, without the generators around them
 
 

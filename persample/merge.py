@@ -180,9 +180,10 @@ def joined(parts: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return views that fit in a CPU's cache; small tensors, unlike shapes, and tensors of GPUs stay whole."""
+    """Return views that fit in a CPU's cache; small tensors, unlike shapes, DTensors and those of GPUs stay whole."""
     first = tensors[0]
-    if first.device.type != "cpu" or first.numel() <= _BLOCK or len({x.shape for x in tensors}) > 1:
+    is_whole = first.device.type != "cpu" or first.numel() <= _BLOCK or hasattr(first, "device_mesh")
+    if is_whole or len({x.shape for x in tensors}) > 1:
         return [tensors]
     return zip(*(x.reshape(-1).split(_BLOCK) for x in tensors), strict=True)
 

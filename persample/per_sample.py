@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NoReturn
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from persample.engines.readings import vanish, warn_of_statistics
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Engine, Outputs, Randomness
 from persample.inputs.batch import PLAIN
+from persample.inputs.sharding import on_shards
 from persample.inputs.units import UnitReduce, consecutive, has_ids, reads_ids
 from persample.pipeline import is_apart, owned, write_into
 from persample.reductions import Reduce
@@ -59,11 +61,13 @@ def per_sample_grads(
         params: a pytree of floating or complex tensors, or an ``nn.Module`` (also modules inside the pytree):
             then ``loss_fn`` receives the module itself, and results are keyed by parameter name. Only a module's
             parameters with ``requires_grad`` are differentiated; a tied parameter counts once. Writes to the module's
-            buffers are discarded.
+            buffers are discarded. Or DTensors, of ``fully_shard`` or of tensor parallelism, which keep their shards:
+            sums are DTensors in the placements of their parameters, ``Norm``, ``Loss`` and ``Aux`` are whole.
         batch: a pytree of tensors or NumPy arrays with a leading batch axis of common size B. A plain tuple or list
             becomes positional arguments, anything else (dict, NamedTuple, dataclass, TensorDict) is one argument. Any
             other mapping (``BatchEncoding``) is passed as a dict.
             Floating arrays take the dtype and device of the first parameter; None, strings and numbers pass through.
+            A DTensor holds the samples of all processes of its mesh.
             A list of B samples of different lengths is not a batch: pad them, stack them, and pass a mask.
         reduce: a reduction, or a dict, tuple or list of reductions, all computed in one pass. None means ``Stack()``,
             the gradients themselves. Others are ``Sum``, ``Mean``, ``ClippedSum``, ``ClippedMean``, ``WeightedSum``;
@@ -203,6 +207,7 @@ def per_sample_grads(
             memory=memory,
             unit=unit,
             unit_reduce=unit_reduce,
+            takes_shards=True,
         )
         into = out if out is not None and is_apart(out, call.tensors) else None
         reductions = Reductions(wanted, keep_factored=into is not None, keep_stacked=into is not None)
@@ -215,7 +220,10 @@ def per_sample_grads(
                 return compiled(call, reductions, chunk_size, None if by_ids else asked, into, engine=engine)
             return by(ENGINES[engine])
 
-        with unwritten(call):
+        shards: AbstractContextManager[None] = nullcontext()
+        if hasattr(call.params[0], "device_mesh"):  # a DTensor
+            shards = on_shards(call, wanted, engine=engine, chunk_size=chunk_size, out=out)
+        with unwritten(call), shards:
             results = answered(call, engine, first, by) if call.size else by(empty)
         result = owned(trees.unflatten(results, container), call.tensors)
         result = result if out is None else write_into(out, result)

@@ -30,9 +30,16 @@ def lift_by(engine: Engine, reductions: Reductions) -> Lift:
     """Return the function that computes the gradients of a chunk, of its units if it has some, and lifts them."""
 
     def lift(chunk: Call) -> Tree:
+        lifted = reductions.lift
+        if hasattr(chunk.params[0], "device_mesh"):  # DTensors, whose import takes a second
+            from persample.sharded_gradients import ShardedGradients
+
+            def lifted(gradients: Gradients) -> Tree:
+                return reductions.lift(ShardedGradients.of(gradients, chunk.loss.params.tensors))
+
         if chunk.units is None:
-            return reductions.lift(engine(chunk, reductions.required_ops))
-        return merge_all(map(reductions.lift, of_units(chunk, engine, reductions.required_ops)))
+            return lifted(engine(chunk, reductions.required_ops))
+        return merge_all(map(lifted, of_units(chunk, engine, reductions.required_ops)))
 
     return lift
 

@@ -62,7 +62,7 @@ def row(python: str, torch: str, numpy: str) -> str:
             return f"| {python} | {' | '.join(['–'] * len(NEIGHBOURS))} | not installed: {reason} |"
         asked = [own, "-c", VERSIONS, *NEIGHBOURS]
         versions = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
-        tests = [own, "-m", "pytest", "--quiet", "-p", "no:warnings", *TESTS]
+        tests = [own, "-m", "pytest", "--quiet", "-o", "filterwarnings=default", *TESTS]
         print(out := subprocess.run(tests, capture_output=True, text=True, check=False, cwd=ROOT).stdout[-3000:])
         return f"| {python} | {' | '.join(versions)} | {re.sub(r' in .*', '', out.splitlines()[-1].strip('= '))} |"
 

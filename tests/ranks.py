@@ -11,6 +11,7 @@ import time
 import warnings
 from dataclasses import dataclass
 
+import sharded
 import torch
 import torch.distributed as dist
 from device_cases import moved
@@ -267,6 +268,7 @@ def torchrun(folder):
     rank, group = dist.get_rank(), dist.group.WORLD
     found = everything(rank, group, folder)
     found["collectives"] = collectives(rank, group)
+    found["sharded"] = sharded.everything(group.size()) if BACKEND == "gloo" else None
     for name, step in FAILURES.items() if group.size() == 2 else ():
         found[name] = error_of(step, rank, group)
     torch.save(found, f"{folder}/{rank}.pt")
@@ -301,7 +303,7 @@ def launched(folder, world, **where):
         env=ENVIRONMENT | where,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )
     assert done.returncode == 0, done.stderr

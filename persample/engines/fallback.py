@@ -42,6 +42,7 @@ from persample.errors import (
 )
 from persample.factors import Factor
 from persample.inputs.call import Call, normalize
+from persample.inputs.sharding import is_sharded
 from persample.pipeline import Engine, lift_by, run
 from persample.reductions import Norm
 from persample.reductions.base import Reductions
@@ -139,6 +140,8 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         return without_checkpoints(call, first)
     except Exception as error:
         raise_interrupt(error, handled)
+        if is_sharded(call.params[0]):  # no other way takes DTensors
+            raise
         lacking = _lacking(error, handled)
         if MISSING and isinstance(error, LossError) and not _is_refusal(error):  # perhaps a rule's
             lacking = lacking or TorchVersionError(", ".join(MISSING))

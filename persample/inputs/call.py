@@ -16,10 +16,11 @@ from persample._torch import num_parametrize_caches
 from persample.errors import ArgumentError, LossError
 from persample.factors import cost_model
 from persample.gradients import ParamSpec
-from persample.inputs.batch import as_tensors, batch_axes_first, dims_of_leaves, sample_structure, split_in_dims
+from persample.inputs.batch import PLAIN, as_tensors, batch_axes_first, dims_of_leaves, sample_structure, split_in_dims
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
+from persample.inputs.sharding import is_sharded, on_one_mesh
 from persample.inputs.units import Order, UnitReduce, Units, units_of, weights_of_samples
 from persample.reductions import Reduction
 from persample.utils import trees
@@ -217,6 +218,7 @@ def normalize(
     given: str = "batch",
     batch_statistics: bool = False,
     is_part: bool = False,
+    takes_shards: bool = False,
     differentiated: bool = False,
     unit: Tree = None,
     unit_reduce: UnitReduce = "sum",
@@ -224,7 +226,7 @@ def normalize(
     """Return the call in the form that engines take; reject invalid arguments.
 
     ``called`` and ``given`` name the function and the batch in messages. ``is_part`` says that other samples follow, so
-    that averages cannot be checked yet.
+    that averages cannot be checked yet, ``takes_shards`` that parameters and leaves may be DTensors.
     """
     _check_parametrizations(called)
     tree = check_params(params, batch_statistics=batch_statistics)
@@ -244,6 +246,8 @@ def normalize(
     )
 
     count = len(tree.tensors)
+    if not PLAIN.issuperset(map(type, values)) and any(map(is_sharded, values)):
+        values = on_one_mesh([*tree.paths, *batch_names], values, batched, count, unit, allowed=takes_shards)
     shapes, dtypes = [], []
     for x, split in zip(values[:count], batched[:count], strict=True):
         shapes.append(x.shape[1:] if split else x.shape)

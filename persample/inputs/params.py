@@ -32,14 +32,6 @@ def check_params(params: object, *, batch_statistics: bool = False, name: str = 
                 check_kind(f"{name}['{path}.{own}']".replace("['0.", "['"), held)
     check_kinds(tree.paths, tree.tensors)
     for path, leaf in zip(tree.paths, tree.tensors, strict=True):
-        if hasattr(leaf, "full_tensor"):  # importing DTensor takes a second
-            raise ArgumentError.about(
-                path,
-                expected="a tensor that this process holds whole, as a sample's gradient is that of whole tensors",
-                received=f"a {type(leaf).__name__} of fully_shard or of tensor parallelism, which holds a part",
-                fix="Pass {name: p.full_tensor().detach() for name, p in model.named_parameters()}, gathered on every "
-                "process at once, and call a module without shards by torch.func.functional_call.",
-            )
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
             continue
         received = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persample import inputs
 from persample._torch import transforms, uncaptured
-from persample.engines.compiled import PROGRAMS
+from persample.engines.compiled import PROGRAMS, FlatParams
 from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import Engine, Outputs, Randomness, check_outside
+from persample.inputs.sharding import is_sharded, mixing
 from persample.inputs.units import UnitReduce, has_ids
 from persample.pipeline import owned
 from persample.processes import Processes, check_group
@@ -71,7 +72,7 @@ def accumulate(
             sizes, and so are the weights. By default a sample weighs 1/n, for the n in its batch, so that a mean is one
             over losses. Rows are in the order of the losses, entry by entry. ``unit`` is not supported.
         params: as in ``per_sample_grads``; the same for all batches. For a ``DistributedDataParallel`` module the
-            module inside is used, with a warning.
+            module inside is used, with a warning. DTensors need no ``group``: batches are those of all processes.
         batches: an iterable of batches: a ``DataLoader``, a generator, a list. Each is a ``batch`` of
             ``per_sample_grads``, of any size, even 0. Each process of a group passes its own.
         reduce: as in ``per_sample_grads``.
@@ -165,6 +166,10 @@ def accumulate(
             raise ArgumentError.about("unit", expected="a positive int", received=repr(unit), fix=fix)
         # A folder takes rows, and the numbers of its sums, by batch; rows of units by ids are sorted by batch.
         repeats = engine in PROGRAMS and sink is None and not has_ids(unit)
+        if (group is not None or sink is not None) and any(map(is_sharded, FlatParams.of(params).tensors)):
+            expected, received = "None for DTensors, whose batches are those of all processes", "group or sink"
+            fix = "Leave both out: pass batches of DTensors, on every process of their mesh."
+            raise ArgumentError.about("group", expected=expected, received=received, fix=fix)
         units = UnitStream(unit_reduce, wanted, waits=sink is None)
         lift = BatchLift(losses, params, wanted, options, chunk_size, engine, RandomStream(randomness), repeats, units)
         processes = Processes(group, lift.device, "accumulate")
@@ -195,10 +200,13 @@ def accumulate(
         if run is not None:
             return run.finish(total)
         pairs = zip(lift.wanted, total.leaves[0], strict=True)
-        results = [
-            leaves.value if isinstance(leaves, Finished) else Reductions([one]).finish([leaves], processes.device)[0]
-            for one, leaves in pairs
-        ]
+        with mixing(FlatParams.of(params).tensors):
+            results = [
+                leaves.value
+                if isinstance(leaves, Finished)
+                else Reductions([one]).finish([leaves], processes.device)[0]
+                for one, leaves in pairs
+            ]
         return owned(trees.unflatten(results, container), ())
 
     return isolated((), finish)  # without the modules: nothing of them is used any more

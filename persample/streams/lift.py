@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from persample.engines.diagnosis import unwritten
 from persample.engines.fallback import answered
 from persample.engines.uncompiled import ENGINES, empty
 from persample.inputs import Call
+from persample.inputs.sharding import on_shards
 from persample.merge import AnyOf, merge_all
 from persample.processes import Processes
 from persample.reductions import Reduction
@@ -106,7 +107,10 @@ class BatchLift:
                 return self._lifted(chunk, self._asked(batch) if self.repeats else None)
 
         chunks = call.chunks(self.chunk_size)
-        with unwritten(call):
+        shards: AbstractContextManager[None] = nullcontext()
+        if hasattr(call.params[0], "device_mesh"):  # a DTensor
+            shards = on_shards(call, self.wanted, engine=self.engine, chunk_size=self.chunk_size)
+        with unwritten(call), shards:
             if call.order is not None:  # rows are sorted when all of them are known
                 lifted = merge_all(map(computed, chunks))
                 receive(in_first_order(call.order, lifted, Reductions(self.wanted)), call)
@@ -167,6 +171,7 @@ class BatchLift:
             weights=batch.weights,
             given=batch.name,
             is_part=True,
+            takes_shards=True,
             **self.options,
         )
         if batch.loss is not None and call.weights is None:  # each loss counts as one

@@ -107,7 +107,23 @@ def storage_key(x: Tensor) -> int:
 
 def memory(x: Tensor) -> int:
     """Return the address of the storage of a tensor, 0 for a tensor that ``torch.func`` wraps."""
-    return 0 if is_wrapped(x) else x.untyped_storage().data_ptr()
+    return 0 if is_wrapped(x) else (x.to_local() if hasattr(x, "to_local") else x).untyped_storage().data_ptr()
+
+
+def settled(x: Tree) -> Tensor:
+    """Return a DTensor without terms that are spread over processes, and without uneven parts, which have no views.
+
+    Else every use of the tensor would add up the terms again.
+    """
+    places = getattr(x, "placements", ())
+    sizes = [x.device_mesh.size(axis) for axis in range(len(places))]
+    pairs = [*zip(places, sizes, strict=True)]
+    if not any(place.is_partial() or (place.is_shard() and x.shape[place.dim] % size) for place, size in pairs):
+        return x
+    from torch.distributed.tensor import Replicate  # which takes a second
+
+    is_even = [place.is_shard() and x.shape[place.dim] % size == 0 for place, size in pairs]
+    return x.redistribute(placements=[y if even else Replicate() for y, even in zip(places, is_even, strict=True)])
 
 
 def is_folded(x: Tensor) -> bool:

@@ -395,6 +395,20 @@ def test_slots_of_modules():
     assert module.running_mean.tolist() == [7, 7]
 
 
+def test_hooks_of_modules_in_order():
+    module, calls = nn.Linear(1, 1), []
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    before, after = _torch.forward_hooks(module)
+    assert len(before) == len(after) == 1
+    held = after.copy()
+    after.clear()
+    module(torch.ones(1))
+    after.update(held)
+    module(torch.ones(1))
+    assert calls == ["before", "before", "after"]
+
+
 def test_flat_weights():
     gru = nn.GRU(2, 3)
     weights, references = before = _torch.flat_weights(gru)

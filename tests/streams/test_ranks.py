@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import ranks
+import sharded
 import torch
 import torch.distributed as dist
 from oracle import assert_trees_close
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 import persample as ps
-from persample import ArgumentError, accumulate
+from persample import accumulate
 
 
 @pytest.fixture(scope="module")
@@ -161,29 +162,65 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
     assert float(seconds) < 30
 
 
-class TestShardedParameters:
+@pytest.fixture(scope="module")
+def whole():
+    return sharded.expected()
+
+
+class TestShards:
+    @pytest.mark.parametrize("kind", sharded.MODELS)
+    def test_results_and_a_step_are_those_of_whole_parameters(self, found, whole, kind):
+        for rank in found:
+            results, held = rank["sharded"]["found"][kind]
+            assert_trees_close(results, whole, 1e-9)
+            assert all(held.values()), held
+
+    def test_norms_send_one_number_per_sample_and_sharded_parameter(self, found):
+        parts = 9  # weights and biases of q, v and up, weights of k, o and down; lookups are whole on each process
+        for rank in found:
+            for collectives in rank["sharded"]["collectives"]:  # clipped sums stay where they are
+                assert collectives == [("all_reduce", 8 * sharded.SAMPLES * parts)]
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("engine", "engine: expected 'eager' for DTensors, received 'traced'. Pass .*full_tensor"),
+            ("reduce", r"reduce: expected Sum, Mean, .* Aux \(without metric\) for DTensors, received Gram"),
+            ("metric", r"reduce: expected .*\(without metric\) for DTensors, received Norm"),
+            ("randomness", "randomness: expected 'error' for DTensors, received 'same'"),
+            ("outputs", "outputs: expected 'scalar' for DTensors, received 'rows'"),
+            ("chunk_size", "chunk_size: expected None for a batch whose rows are on several processes, received 2"),
+            ("unit", "unit: expected None or a number of consecutive samples for DTensors, received ids"),
+            ("unequal", r"batch: expected rows \(with unit, whole units\) that 2 processes share.*received 7 rows"),
+            ("unequal units", r"batch: expected rows .* that 2 processes share equally, received 8 rows"),
+            ("other rows", r"batch: expected the same rows on every process, .*DTensor.from_local\(x, mesh, \[Shard"),
+            ("mesh", r"batch: expected shards of DeviceMesh.*\(2, 1\), .*received one of DeviceMesh.*Distribute all"),
+            ("group", "group: expected None for DTensors, whose batches are those of all processes"),
+            ("composite", r"params\['embed.weight'\]: expected a tensor that this process holds whole.*full_tensor"),
+        ],
+    )
+    def test_what_is_not_supported(self, two, name, message):
+        for rank in two:
+            assert re.match(f"ArgumentError: {message}", rank["sharded"]["messages"][name])
+
+
+class TestOneProcess:
     @pytest.fixture(autouse=True)
     def group(self, tmp_path):
         dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
         yield
         dist.destroy_process_group()
 
-    def test_are_refused_with_what_works(self):
+    def test_shards_are_gathered_for_other_calls(self):
         torch.manual_seed(0)
         model, x = nn.Linear(3, 2), torch.randn(4, 3)
         loss = lambda params, x: torch.func.functional_call(model, params, x).sum().sin()
-        sharded = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
-        message = (
-            r"params\['weight'\]: expected a tensor that this process holds whole.*received a DTensor.*full_tensor"
-        )
-        for call in (ps.per_sample_grads, lambda *args: accumulate(*args[:2], [args[2]], args[3])):
-            with pytest.raises(ArgumentError, match=message):
-                call(lambda m, x: m(x).sum(), sharded, x, ps.Mean())
-        whole = {name: p.full_tensor().detach() for name, p in sharded.named_parameters()}
+        shards = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+        whole = {name: p.full_tensor().detach() for name, p in shards.named_parameters()}
         mean = accumulate(loss, whole, x.split(2), ps.Mean(), group=dist.group.WORLD)
         assert_trees_close(mean, ps.per_sample_grads(loss, whole, x, ps.Mean()), 1e-5)
 
-    def test_one_process_is_itself(self):
+    def test_is_itself(self):
         x = ranks.draw(5, 3)
         result = accumulate(ranks.affine, ranks.draw(3), x.split(2), ranks.PER_SAMPLE, group=dist.group.WORLD)
         assert_trees_close(result, ps.per_sample_grads(ranks.affine, ranks.draw(3), x, ranks.PER_SAMPLE), 1e-9)

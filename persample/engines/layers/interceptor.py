@@ -18,7 +18,7 @@ from persample.engines.layers.recorder import (
     transposed_geometry_of,
 )
 from persample.engines.layers.shared import NotLayersError, SharedParams, Vmap
-from persample.utils.numerics import autocast, full_precision, is_autocast
+from persample.utils.numerics import autocast, full_precision, is_autocast, settled
 from persample.utils.tracing import is_wrapped, unwrapped
 from persample.utils.trees import Leaf, Tree, flatten, unflatten
 from persample.vmap_rules import VmapRules
@@ -156,6 +156,7 @@ class LayerInterceptor:
     ) -> Tensor:
         """Call a layer on rows with ``axes`` axes: all before these are taken as one of samples."""
         rows, levels = found
+        rows = rows if type(rows) is Tensor else settled(rows)
         lead = rows.shape[: rows.ndim - axes + 1]
         with temporarily_clear_interpreter_stack():
             flat = rows.flatten(0, len(lead) - 1) if len(lead) > 1 else rows
@@ -163,6 +164,7 @@ class LayerInterceptor:
             if record is not None and not flat.requires_grad:
                 flat = flat.detach().requires_grad_()  # so that the output has a gradient
             out = compute(flat)
+            out = out if type(out) is Tensor else settled(out)
             if record is not None:
                 record(flat, out)
             out = out.view(*lead, *out.shape[1:]) if len(lead) > 1 else out
@@ -288,6 +290,7 @@ class LayerInterceptor:
         with temporarily_clear_interpreter_stack():
             table = self.params.values[param.place]
             out = F.embedding(index, table.detach().requires_grad_())
+            out = out if type(out) is Tensor else settled(out)
             if torch.is_grad_enabled():
                 padding = None if padding_idx is None else padding_idx % len(weight)
                 self._recorder.record(LayerRecorder.add_lookup, (param.place, padding), index, out)
