@@ -81,7 +81,8 @@ def readme_part(found: dict[str, Results], large: dict[str, Results]) -> str:
         return _NOTHING
     machines = "; GPT-2: ".join(dict.fromkeys(machine(x.environment) for x in (run, *large.values())))
     lines = headlines(run, large.values(), QUANTITY, (OURS[0], OURS[-1]), "torch.func")
-    return f"A {words(QUANTITY)}, beside the forward and backward pass of the batch ({machines}):\n\n{lines}"
+    first = f"A {words(QUANTITY)}, beside the forward and backward pass of the batch:"
+    return f"{first}\n\n{lines}\n*Measured on {machines}.*\n"
 
 
 def summary(found: dict[str, Results]) -> str:
