@@ -64,7 +64,8 @@ def row(python: str, torch: str, numpy: str) -> str:
         versions = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
         tests = [own, "-m", "pytest", "--quiet", "-o", "filterwarnings=default", *TESTS]
         print(out := subprocess.run(tests, capture_output=True, text=True, check=False, cwd=ROOT).stdout[-3000:])
-        return f"| {python} | {' | '.join(versions)} | {re.sub(r' in .*', '', out.splitlines()[-1].strip('= '))} |"
+        counts = ", ".join(re.findall(r"\d+ (?:passed|failed|errors?)", out.strip().splitlines()[-1]))
+        return f"| {python} | {' | '.join(versions)} | {counts} |"
 
 
 def write(rows: list[str]) -> None:
