@@ -732,6 +732,8 @@ def test_import_dynamo():
     command = [sys.executable, "-c", FIRST_CALL]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["torch._dynamo", "torch._inductor"]
+    _torch.import_dynamo()
+    assert sys.modules["torch"]._dynamo is sys.modules["torch._dynamo"]
 
 
 def test_view_base():
