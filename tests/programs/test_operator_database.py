@@ -92,7 +92,7 @@ def test_all_operations(form):
 @pytest.mark.parametrize("form", FORMS_OF_LAYERS)
 def test_some_operations_beside_a_layer(form, monkeypatch):
     strided = [op for op in operations() if op.name == "as_strided" and "in place" not in form]
-    compare_beside_a_layer(strided + random.Random(form).sample(operations(), 14), form, 2, monkeypatch)
+    compare_beside_a_layer(strided + random.Random(form).sample(operations(), 24), form, 2, monkeypatch)
 
 
 @pytest.mark.slow
