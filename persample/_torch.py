@@ -413,7 +413,7 @@ def import_dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-# The context of a compilation: without it, a trace forbids all threads to call compiled functions. A later torch may have none.
+# The context of a compilation: without it, a trace forbids all threads to call compiled functions.
 compiling: Any = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
 
 

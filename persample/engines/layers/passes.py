@@ -8,10 +8,11 @@ own, in which the factors of a layer are contracted, and freed, as soon as autog
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import TypeAlias
 
 import torch
@@ -99,6 +100,7 @@ class PassRecorder(LayerRecorder):
         self._contract = contract
         self._kept: dict[int, tuple[Leaf, ...]] = {}
         self._left = Counter[int]()  # uses of each parameter that have no signals yet
+        self._numbers: dict[int, list[int]] = defaultdict(list)  # of the uses whose factors are kept
         self._found: dict[int, Tensor] = {}
 
     def record(self, use: Callable[..., None], settings: tuple[object, ...], inputs: Tensor, output: Tensor) -> None:
@@ -122,8 +124,18 @@ class PassRecorder(LayerRecorder):
         with torch.no_grad(), temporarily_clear_interpreter_stack(), full_precision(grad.device):
             use(self, *settings, inputs, as_real(grad))
             self._left.subtract(places)
+            for place in places:
+                self._numbers[place].append(number)
             for place in filter(self._is_complete, places):
                 self._add_result(place)
+
+    def add(self, grads: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+        """Add other gradients, after the factors that layers have reported, which are put in the order of the uses."""
+        if self._contract is None:
+            for place, numbers in self._numbers.items():
+                pairs = sorted(zip(numbers, self._factors[place], strict=True), key=itemgetter(0))
+                self._factors[place] = [factor for _, factor in pairs]
+        super().add(grads, sizes)
 
     def _is_complete(self, place: int) -> bool:
         """Return whether a result can be computed: sums add up, and norms are those of all uses."""

@@ -8,7 +8,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from persample import ClippedMean, Gram, Mean, Norm, Variance, WeightedSum, per_sample_grads
+from persample import ClippedMean, Gram, Mean, Norm, TermNorm, Variance, WeightedSum, per_sample_grads
 from persample.factors.cost_model import BLOCK
 from persample.utils.measure import peak_memory
 
@@ -89,6 +89,19 @@ def test_parameters_that_the_loss_computes():
     expected = per_sample_grads(loss, model, ids, REDUCTIONS["clipped"], engine="loop")
     model.run = again
     assert_trees_close(per_sample_grads(loss, model, ids, REDUCTIONS["clipped"]), expected, 1e-9)
+
+
+def test_terms_are_in_the_order_of_the_uses():
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+
+    def used_twice(run):
+        def loss(w, x):
+            return F.linear(run(lambda h: F.linear(h, w).tanh(), x), w).square().sum()
+
+        return loss
+
+    terms = per_sample_grads(used_twice(again), w, x, TermNorm())
+    assert_trees_close(terms, per_sample_grads(used_twice(lambda f, h: f(h)), w, x, TermNorm(), engine="loop"), 1e-9)
 
 
 def test_passes_draw_the_same_random_numbers():
