@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -165,6 +166,11 @@ def _function(source: str) -> Callable[[int, int], object]:
         raise ArgumentError.about("MODULE:FUNCTION", expected="a function", received=str(error), fix=fix) from error
     if not callable(found):
         raise ArgumentError.about("MODULE:FUNCTION", expected="a function", received=type(found).__name__, fix=fix)
+    try:
+        inspect.signature(found).bind(0, 1)
+    except TypeError as error:
+        expected, fix = "a function of (rank, world)", "It returns the batches of one process; alone it gets (0, 1)."
+        raise ArgumentError.about(source, expected=expected, received=str(error), fix=fix) from error
     return found
 
 

@@ -43,6 +43,9 @@ def lost(rank, world):
 def wrong(rank, world):
     return loss
 
+def alone():
+    return loss
+
 number = 3
 """
 
@@ -126,6 +129,7 @@ def test_a_mean_that_is_lost_in_the_noise_has_no_batch_size(here):
         (["own_task:nothing"], "expected a function, received module 'own_task' has no attribute 'nothing'"),
         (["own_task:wrong"], "own_task:wrong: expected a function that returns (loss_fn, params, batches)"),
         (["own_task:number"], "expected a function, received int"),
+        (["own_task:alone"], "own_task:alone: expected a function of (rank, world), received too many positional"),
         (["own_task:task", "--top", "-1"], "Invalid value for '--top'"),
         (["own_task:task", "--dim", "0"], "dim: expected"),
         (["own_task:task", "--engine", "fast"], "'fast' is not one of 'eager', 'traced'"),
