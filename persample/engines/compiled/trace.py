@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from persample._torch import OpOverload, force_original_view_tracking, schema
 from persample.engines.compiled.bounds import Bounds
 from persample.engines.compiled.straight import simplify, writes
-from persample.errors import TorchVersionError
+from persample.errors import LossError, TorchVersionError
 from persample.utils import trees
 from persample.utils.numerics import is_folded
 from persample.utils.origin import is_users
@@ -159,8 +159,9 @@ def trace(
 
 
 def said(error: Exception) -> str:
-    """Return an error's class and the first line of its message, as text: its traceback would keep the batch alive."""
-    return f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+    """Return the first line of an error, torch's with its class, as text: a traceback would keep the batch alive."""
+    first = (str(error) or "?").splitlines()[0].rstrip(".")
+    return first if isinstance(error, LossError) else f"{type(error).__name__}: {first}"
 
 
 def _lifted(graph: GraphModule) -> list[Tensor]:

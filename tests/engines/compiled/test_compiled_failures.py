@@ -405,3 +405,12 @@ def test_without_a_compiler(tmp_path):
 def test_warnings_of_torch_do_not_matter_where_they_are_errors(tmp_path):
     """Nor is anything logged: Inductor would say of factorizations that it has no C++ of its own for them."""
     assert run(tmp_path, PROGRAM.replace("FILTER", "'error'")).split() == ["0", "0"]
+
+
+def test_a_refusal_of_our_own_names_no_class():
+    def loss(w, x):
+        assert torch.isfinite(x).all()
+        return (w * x).sum()
+
+    with pytest.raises(ps.LossError, match=r"cannot be traced: loss_fn asserts .* with no returns\. A traced loss"):
+        per_sample_grads(loss, torch.ones(3), torch.ones(2, 3), ps.Norm(), engine="traced")
