@@ -408,9 +408,7 @@ def test_warnings_of_torch_do_not_matter_where_they_are_errors(tmp_path):
 
 
 def test_a_refusal_of_our_own_names_no_class():
-    def loss(w, x):
-        assert torch.isfinite(x).all()
-        return (w * x).sum()
-
+    own = {"torch": torch}  # pytest would rewrite the assertion
+    exec("def loss(w, x):\n    assert torch.isfinite(x).all()\n    return (w * x).sum()", own)
     with pytest.raises(ps.LossError, match=r"cannot be traced: loss_fn asserts .* with no returns\. A traced loss"):
-        per_sample_grads(loss, torch.ones(3), torch.ones(2, 3), ps.Norm(), engine="traced")
+        per_sample_grads(own["loss"], torch.ones(3), torch.ones(2, 3), ps.Norm(), engine="traced")
