@@ -16,7 +16,7 @@ from torch import Tensor
 from persample._torch import foreach_div_
 from persample.errors import LossError
 from persample.factors import Factor, concatenate
-from persample.utils.numerics import restore
+from persample.utils.numerics import is_sharded, restore
 from persample.utils.tracing import are_plain
 from persample.utils.trees import Leaf, Tree, TreeSpec, leaf, on_one_line, structure, tree_map
 
@@ -182,7 +182,7 @@ def joined(parts: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Return views that fit in a CPU's cache; small tensors, unlike shapes, DTensors and those of GPUs stay whole."""
     first = tensors[0]
-    is_whole = first.device.type != "cpu" or first.numel() <= _BLOCK or hasattr(first, "device_mesh")
+    is_whole = first.device.type != "cpu" or first.numel() <= _BLOCK or is_sharded(first)
     if is_whole or len({x.shape for x in tensors}) > 1:
         return [tensors]
     return zip(*(x.reshape(-1).split(_BLOCK) for x in tensors), strict=True)

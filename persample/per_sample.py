@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Literal, NoReturn
 
 from torch import Tensor
@@ -220,9 +220,7 @@ def per_sample_grads(
                 return compiled(call, reductions, chunk_size, None if by_ids else asked, into, engine=engine)
             return by(ENGINES[engine])
 
-        shards: AbstractContextManager[None] = nullcontext()
-        if hasattr(call.params[0], "device_mesh"):  # a DTensor
-            shards = on_shards(call, wanted, engine=engine, chunk_size=chunk_size, out=out)
+        shards = on_shards(call, wanted, engine, chunk_size, out) if call.is_sharded else nullcontext()
         with unwritten(call), shards:
             results = answered(call, engine, first, by) if call.size else by(empty)
         result = owned(trees.unflatten(results, container), call.tensors)

@@ -31,7 +31,7 @@ def lift_by(engine: Engine, reductions: Reductions) -> Lift:
 
     def lift(chunk: Call) -> Tree:
         lifted = reductions.lift
-        if hasattr(chunk.params[0], "device_mesh"):  # DTensors, whose import takes a second
+        if chunk.is_sharded:  # importing DTensor takes a second
             from persample.sharded_gradients import ShardedGradients
 
             def lifted(gradients: Gradients) -> Tree:

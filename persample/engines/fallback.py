@@ -42,7 +42,6 @@ from persample.errors import (
 )
 from persample.factors import Factor
 from persample.inputs.call import Call, normalize
-from persample.inputs.sharding import is_sharded
 from persample.pipeline import Engine, lift_by, run
 from persample.reductions import Norm
 from persample.reductions.base import Reductions
@@ -53,7 +52,9 @@ from persample.utils.tracing import is_wrapped, unwrapped_once
 from persample.utils.trees import Tree
 from persample.vmap_rules import MISSING
 
+T = TypeVar("T")
 _FIRST_UNKNOWN = tuple(map(int, KNOWN_TORCH_VERSIONS.rpartition("<")[2].split(".")))
+_MOST = 5  # names of parameters in a message
 
 
 @functools.cache
@@ -123,10 +124,6 @@ def _name() -> str:
     return next((name for name, is_as_known in facts.items() if not is_as_known), "")
 
 
-T = TypeVar("T")
-_MOST = 5  # names of parameters in a message
-
-
 def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engine], T]) -> T:
     """Answer a call of one sample or more by ``first``; where an optimization fails, without it, and with a warning.
 
@@ -140,7 +137,7 @@ def answered(call: Call, engine: str, first: Callable[[], T], by: Callable[[Engi
         return without_checkpoints(call, first)
     except Exception as error:
         raise_interrupt(error, handled)
-        if is_sharded(call.params[0]):  # no other way takes DTensors
+        if call.is_sharded:  # no other way takes DTensors
             raise
         lacking = _lacking(error, handled)
         if MISSING and isinstance(error, LossError) and not _is_refusal(error):  # perhaps a rule's

@@ -23,7 +23,7 @@ from persample.errors import SAY_RANDOMNESS, FallbackWarning, LossError, TorchVe
 from persample.factors import Op, concatenate
 from persample.gradients import Gradients
 from persample.inputs.call import Call, NotConnectedError
-from persample.inputs.sharding import GATHER, is_sharded
+from persample.inputs.sharding import GATHER
 from persample.merge import joined
 from persample.pipeline import Engine
 from persample.utils import rng, trees
@@ -56,7 +56,7 @@ def factored(call: Call, required_ops: frozenset[str]) -> tuple[Gradients, str]:
         go_back()
     if Op.term_norms in required_ops:
         raise _no_terms(call, reason, places)
-    if is_sharded(call.params[0]):  # gradients written out would be larger than what the processes share out
+    if call.is_sharded:  # gradients written out would be larger than what the processes share out
         raise LossError(
             f"{call.loss.called}: expected a loss whose layers are recorded, for DTensors, received another: {reason}. "
             f"Change that, or gather the parameters. {GATHER}"

@@ -20,10 +20,11 @@ from persample.inputs.batch import PLAIN, as_tensors, batch_axes_first, dims_of_
 from persample.inputs.modules import ParamTree
 from persample.inputs.options import Outputs, check_averages, check_weights
 from persample.inputs.params import check_params
-from persample.inputs.sharding import is_sharded, on_one_mesh
+from persample.inputs.sharding import on_one_mesh
 from persample.inputs.units import Order, UnitReduce, Units, units_of, weights_of_samples
 from persample.reductions import Reduction
 from persample.utils import trees
+from persample.utils.numerics import is_sharded
 from persample.utils.tracing import inside, is_recorded
 from persample.utils.trees import Leaf, Tree
 
@@ -137,6 +138,7 @@ class Call:
     units: Units | None = None  # which consecutive samples are a unit; None if each sample is one
     order: Order | None = None  # how the samples were sorted, so that those of units are consecutive, or None
     unit_weights: Tensor | None = None  # ``[U]``, 0 for units that are left out, else 1; None for ones
+    is_sharded: bool = False  # whether parameters and tensors of the batch are DTensors
 
     @property
     def count(self) -> int:
@@ -246,7 +248,8 @@ def normalize(
     )
 
     count = len(tree.tensors)
-    if not PLAIN.issuperset(map(type, values)) and any(map(is_sharded, values)):
+    sharded = not PLAIN.issuperset(map(type, values)) and any(map(is_sharded, values))
+    if sharded:
         values = on_one_mesh([*tree.paths, *batch_names], values, batched, count, unit, allowed=takes_shards)
     shapes, dtypes = [], []
     for x, split in zip(values[:count], batched[:count], strict=True):
@@ -271,6 +274,7 @@ def normalize(
         randomness,
         differentiated,
         memory,
+        is_sharded=sharded,
     )
     if unit is not None:
         call = with_units(call, unit, unit_reduce, wanted)

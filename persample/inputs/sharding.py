@@ -19,6 +19,7 @@ from persample._torch import forward_hooks
 from persample.errors import ArgumentError
 from persample.inputs.units import is_count
 from persample.reductions import Aux, ClippedMean, ClippedSum, Loss, Mean, Norm, Reduction, Sum, WeightedSum
+from persample.utils.numerics import is_sharded
 from persample.utils.trees import Leaf
 
 if TYPE_CHECKING:  # importing DTensor takes a second
@@ -33,11 +34,6 @@ GATHER = (
     "Pass {name: p.full_tensor().detach() for name, p in model.named_parameters()}, gathered on every process at once, "
     "and call a module without shards by torch.func.functional_call."
 )
-
-
-def is_sharded(x: object) -> bool:
-    """Return whether a value is a DTensor."""
-    return hasattr(x, "device_mesh")
 
 
 def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -112,7 +108,7 @@ def _check_same(named: Sequence[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
 
 @contextmanager
 def on_shards(
-    call: Call, wanted: Iterable[Reduction], *, engine: str, chunk_size: int | None, out: Leaf = None
+    call: Call, wanted: Iterable[Reduction], engine: str, chunk_size: int | None, out: Leaf = None
 ) -> Iterator[None]:
     """Compute with DTensors; other tensors, such as buffers, count as the same on every process.
 

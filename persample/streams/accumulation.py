@@ -15,7 +15,7 @@ from persample._torch import transforms, uncaptured
 from persample.engines.compiled import PROGRAMS, FlatParams
 from persample.errors import ArgumentError, WrapperWarning
 from persample.inputs import Engine, Outputs, Randomness, check_outside
-from persample.inputs.sharding import is_sharded, mixing
+from persample.inputs.sharding import mixing
 from persample.inputs.units import UnitReduce, has_ids
 from persample.pipeline import owned
 from persample.processes import Processes, check_group
@@ -29,6 +29,7 @@ from persample.streams.stream import Stream
 from persample.streams.unit_stream import UnitStream
 from persample.utils import trees
 from persample.utils.isolation import isolated
+from persample.utils.numerics import is_sharded
 from persample.utils.trees import Leaf, Tree
 
 Loss: TypeAlias = Callable[..., Tensor | tuple[Tensor, Tree]]

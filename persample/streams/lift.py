@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -104,12 +104,10 @@ class BatchLift:
     def _compute(self, call: Call, batch: Batch, receive: Callable[[Tree, Call], object]) -> None:
         def computed(chunk: Call) -> Tree:
             with self.random.drawing():
-                return self._lifted(chunk, self._asked(batch) if self.repeats else None)
+                return self._lifted(chunk, self._asked(batch) if self.repeats and chunk is call else None)
 
         chunks = call.chunks(self.chunk_size)
-        shards: AbstractContextManager[None] = nullcontext()
-        if hasattr(call.params[0], "device_mesh"):  # a DTensor
-            shards = on_shards(call, self.wanted, engine=self.engine, chunk_size=self.chunk_size)
+        shards = on_shards(call, self.wanted, self.engine, self.chunk_size) if call.is_sharded else nullcontext()
         with unwritten(call), shards:
             if call.order is not None:  # rows are sorted when all of them are known
                 lifted = merge_all(map(computed, chunks))
@@ -129,9 +127,7 @@ class BatchLift:
             found = repeated(self._asked(batch))
         if found is None:
             vars(self).pop("_flat_params")  # a parameter may have been replaced
-            return None
-        lifted, size = found
-        return lifted, size, inputs.check_weights(batch.weights, size)
+        return found
 
     def _asked(self, batch: Batch) -> Asked:
         return Asked(

@@ -110,6 +110,11 @@ def memory(x: Tensor) -> int:
     return 0 if is_wrapped(x) else (x.to_local() if hasattr(x, "to_local") else x).untyped_storage().data_ptr()
 
 
+def is_sharded(x: object) -> bool:
+    """Return whether a value is a DTensor, whose import takes a second."""
+    return hasattr(x, "device_mesh")
+
+
 def settled(x: Tree) -> Tensor:
     """Return a DTensor without terms that are spread over processes, and without uneven parts, which have no views.
 

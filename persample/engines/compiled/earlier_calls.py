@@ -147,8 +147,10 @@ class EarlierCall:
             set_grad_enabled(False)
         return first_marker(returned), [*params, *rows]
 
-    def taken(self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]) -> list[Tensor] | None:
-        """Return the inputs of the program, from what ``find`` returned; None if the captured loss is another."""
+    def taken(
+        self, asked: Asked, flat: Flat, marker: Marker | None, given: list[Leaf]
+    ) -> tuple[list[Tensor], Tensor | None] | None:
+        """Return the inputs of the program, from what ``find`` returned, and the weights; None for another loss."""
         if marker is None or marker.capture.twin is not self.capture:
             return None
         if self.inputs and _places(marker.inputs, given) != self.inputs:
@@ -165,7 +167,7 @@ class EarlierCall:
         read = [*flat.params, *flat.batch, *closed_over, *of_samples, *own]
         if asked.out is not None and not is_apart(asked.out, read):
             return None
-        return [*read, *flat.out]
+        return [*read, *flat.out], weights
 
 
 def _places(inputs: Sequence[Leaf], given: Sequence[Tensor]) -> list[int | Origin]:
@@ -217,8 +219,8 @@ def _is_plain() -> bool:
     return not (inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 
-def repeated(asked: Asked) -> tuple[Tree, int] | None:
-    """Return the result of a call by the program of an earlier one like it, and the number of its samples.
+def repeated(asked: Asked) -> tuple[Tree, int, Tensor | None] | None:
+    """Return the result of a call by the program of an earlier one like it, the number of its samples, and weights.
 
     None if there is no such program.
     """
@@ -232,11 +234,12 @@ def repeated(asked: Asked) -> tuple[Tree, int] | None:
         found = None
         for call in filter(lambda call: call.matches(flat), entry.calls):
             found = found or call.find(asked, flat, entry)  # once: the loss may count its calls
-            if (inputs := call.taken(asked, flat, *found)) is not None:
+            if (ready := call.taken(asked, flat, *found)) is not None:
+                inputs, weights = ready
                 results = call.program(inputs)
                 if asked.container is not None:
                     results = trees.unflatten(results, asked.container) if asked.out is None else asked.out
-                return results, call.size
+                return results, call.size, weights
     except (DoubtfulError, NewError):
         pass
     finally:

@@ -169,11 +169,6 @@ def _as_input(x: Leaf, device: torch.device) -> Leaf:
     return x if isinstance(x, Factor) else torch.full((), x, dtype=torch.float64, device=device)
 
 
-def form_of(tensors: Sequence[Tensor], outline: Outline) -> tuple[list[Format], Outline]:
-    """Return what a program depends on of packed tensors: their formats, and where they belong."""
-    return list(map(Format.of, tensors)), outline
-
-
 class Live(NamedTuple):
     """The numbers and tensors of reductions that may change between calls, as inputs of a program."""
 
@@ -190,7 +185,7 @@ def live_inputs(reductions: Sequence[Reduction], device: torch.device, earlier: 
     if earlier is not None and text is not None and text == earlier.text:
         return earlier
     tensors, outline = _as_inputs(fields, device)
-    return Live(tensors, form_of(tensors, outline), text)
+    return Live(tensors, (list(map(Format.of, tensors)), outline), text)
 
 
 def fixed_fields(reduction: Reduction) -> tuple[type, tuple[tuple[str, type, object], ...]]:

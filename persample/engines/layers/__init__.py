@@ -273,12 +273,10 @@ def _differentiated(losses: Tensor, recorder: LayerRecorder) -> tuple[Tensor | N
     params = recorder.params
     inputs: Leaf = [*recorder.outputs, *params.expanded.values(), *params.plain]
     if losses.ndim == 1:
-        grads = torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
-    else:
-        size, count = losses.shape
-        units = torch.eye(count, dtype=losses.dtype, device=losses.device).unsqueeze(1).expand(count, size, count)
-        grads = torch.autograd.grad([losses], inputs, [units], is_grads_batched=True, allow_unused=True)
-    return grads
+        return torch.autograd.grad([losses], inputs, [torch.ones_like(losses)], allow_unused=True)
+    size, count = losses.shape
+    units = torch.eye(count, dtype=losses.dtype, device=losses.device).unsqueeze(1).expand(count, size, count)
+    return torch.autograd.grad([losses], inputs, [units], is_grads_batched=True, allow_unused=True)
 
 
 def _backward(call: Call, recorder: PassRecorder, losses: Tensor, again: LayerGuard) -> None:

@@ -101,7 +101,6 @@ class LayerRecorder:
 
     def __init__(self, params: SharedParams, plan: Plan) -> None:
         self.params, self._plan = params, plan
-        self._params = params.plain
         self._keeps_terms = not {Op.term_norms, Op.kronecker}.isdisjoint(plan.required_ops)
         self.sizes: tuple[int, ...] = ()  # of the losses: (B,), or (B, K) of K outputs
         self.outputs: list[Tensor | GradientEdge] = []  # what autograd differentiates by
@@ -158,7 +157,7 @@ class LayerRecorder:
             x if x.shape[-1] == count else pad(x, (first, count - first - x.shape[-1]))
             for x, first, count in ((factor.left, part.row, part.rows), (factor.right, part.column, part.columns))
         )
-        shape = tuple(self._params[part.of].shape)
+        shape = tuple(self.params.plain[part.of].shape)
         self._factors[part.of].append(replace(factor, left=left, right=right, param_shape=shape))
         return True
 
@@ -169,7 +168,7 @@ class LayerRecorder:
     def factor(self, place: int) -> Factor:
         """Return the gradients of a parameter; zeros if nothing was added."""
         if place not in self._factors:
-            return Dense.zeros(self.sizes, self._params[place])
+            return Dense.zeros(self.sizes, self.params.plain[place])
         found = self._factors[place]
         total = found[0] if len(found) == 1 else sum_factors(found)
         if isinstance(total, Dense) or not total.reason_to_write_out(self._plan):
@@ -182,7 +181,7 @@ class LayerRecorder:
             SumFactor(tuple(self._factors[place])).term_norms()
             if place in self._factors
             else x.new_zeros(*self.sizes, 0)
-            for place, x in enumerate(self._params)
+            for place, x in enumerate(self.params.plain)
         ]
         if others := [place for place, norms in enumerate(found) if norms is None]:
             raise NotLayersError("their gradients are no sums of terms", *others)
@@ -192,7 +191,7 @@ class LayerRecorder:
         """Add the factors of a linear layer with inputs ``[B·…, i]`` and signals ``[B·…, o]``."""
         signals = self._signals(signals)  # [B, T, o]
         if layer.weight is not None:
-            param = self._params[layer.weight]
+            param = self.params.plain[layer.weight]
             left, right = signals.unsqueeze(-3), self._shared(inputs).unsqueeze(-3)
             pair = (right, left) if layer.transposed else (left, right)
             factor = Outer(*pair, tuple(param.shape), param.dtype, outputs=self.sizes[1:])
@@ -201,7 +200,7 @@ class LayerRecorder:
             self._add_terms_of_bias(layer.bias, signals)
         elif layer.bias is not None:
             grad = signals.squeeze(-2) if signals.shape[-2] == 1 else signals.sum(-2)
-            bias = Dense(grad.to(self._params[layer.bias].dtype), outputs=self.sizes[1:])
+            bias = Dense(grad.to(self.params.plain[layer.bias].dtype), outputs=self.sizes[1:])
             self._factors[layer.bias].append(bias)
 
     def add_convolution(self, layer: LayerParams, geometry: Geometry, images: Tensor, signals: Tensor) -> None:
@@ -214,19 +213,19 @@ class LayerRecorder:
         elif layer.bias is not None:
             self.add_written_out(layer.bias, signals.flatten(axis + 2).sum((axis, -1)))
         pair = (images, signals) if geometry.transposed else (signals, images)
-        shape = tuple(self._params[layer.weight].shape)
+        shape = tuple(self.params.plain[layer.weight].shape)
         factor = Conv(*pair, shape, *geometry[:3], geometry.groups, outputs=self.sizes[1:])
         self._factors[layer.weight].append(factor)
 
     def _add_terms_of_bias(self, place: int, signals: Tensor) -> None:
         """Add signals ``[B, T, o]`` as the terms of the gradient of a bias, products of signals and ones."""
-        param, left = self._params[place], signals.unsqueeze(-3)
+        param, left = self.params.plain[place], signals.unsqueeze(-3)
         ones = left.new_ones(self.sizes[0], *[1] * (left.ndim - 3), left.shape[-2], 1)
         self._factors[place].append(Outer(left, ones, tuple(param.shape), param.dtype, outputs=self.sizes[1:]))
 
     def add_lookup(self, place: int, padding: int | None, index: Tensor, signals: Tensor) -> None:
         """Add the factors of lookups of rows ``[B, …]`` in a table, whose row of padding has no gradient."""
-        shape, rows = tuple(self._params[place].shape), index.reshape(self.sizes[0], -1).long()
+        shape, rows = tuple(self.params.plain[place].shape), index.reshape(self.sizes[0], -1).long()
         if padding is not None:
             signals = signals.masked_fill((index == padding).unsqueeze(-1), 0)
         signals = self._signals(signals.flatten(len(self.sizes) - 1, -2))
